@@ -1,0 +1,54 @@
+"""engine-group-info: proven layers grouped as LMCache groups them, in its order and with its fields.
+
+One group is the layers of one engine group that one transfer kernel copies: equal transfer identity, which the edit
+stage has made imply an equal block stride. Groups come in the order of their first layer; engine group ids stay the
+engine's own, so a pipeline-parallel rank that holds no layer of a group just has no entry for it.
+"""
+
+import hashlib
+
+from stages.model import Edited, EditedLayer, EngineGroup, Plan
+
+
+def engine_groups(edited: Edited) -> Plan:
+    """The plan: tensors in registration order and the groups that refer to them by position."""
+    indices: dict[object, list[int]] = {}
+    for index, layer in enumerate(edited.layers):
+        indices.setdefault((layer.layer.group, layer.page.identity), []).append(index)
+    groups = tuple(_group(edited, members) for members in indices.values())
+    return Plan(edited.offer, edited.layout, edited.layers, groups, edited.excluded)
+
+
+def _group(edited: Edited, members: list[int]) -> EngineGroup:
+    layers = [edited.layers[index] for index in members]
+    first = layers[0]
+    return EngineGroup(
+        engine_group_id=first.layer.group,
+        layer_indices=tuple(members),
+        tokens_per_block=first.layer.tokens_per_block,
+        sw_size_tokens=first.layer.spec.window_tokens,
+        extra_object_group_tag=first.layer.extra_object_group_tag,
+        recurrent_state=first.layer.spec.recurrent,
+        layer_names=tuple(layer.layer.name for layer in layers),
+        slots_per_block=first.page.slots,
+        block_bytes=first.page.planned.size_bytes,
+        block_stride_bytes=first.page.planned.stride_bytes,
+        num_blocks=first.page.planned.num_blocks,
+        opaque=any(layer.opaque for layer in layers),
+        layout_fingerprint=hashlib.sha256(repr([_byte_order(layer) for layer in layers]).encode()).hexdigest()[:16],
+    )
+
+
+def _byte_order(layer: EditedLayer) -> tuple[object, ...]:
+    """What fixes the order of bytes inside a page: an opaque page's is its raw tensors' with their kernel paging, else the view's."""
+    tensors = [part.tensor for part in layer.layer.cache.tensors] if layer.opaque else [layer.view]
+    pages = layer.layer.pages_per_block if layer.opaque else 1
+    block_dim = layer.layer.block_dim if layer.opaque else layer.block_dim
+    inner = [
+        (
+            str(tensor.dtype),
+            [(tensor.shape[dim], tensor.stride(dim)) for dim in range(tensor.ndim) if dim != block_dim and tensor.shape[dim] > 1],
+        )
+        for tensor in tensors
+    ]
+    return (layer.layer.spec.kind, layer.page.planned.size_bytes, pages, inner)

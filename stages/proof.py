@@ -1,0 +1,115 @@
+"""The proof that a transfer touches a block's own bytes: `owned(b) ⊆ planned(b) ⊆ owned(b) ∪ own padding(b)`.
+
+`owned` comes from the raw tensors (`stages.geometry`), `planned` from the transfer's reading of the view
+(`stages.pages`); no rule has a hand in either. All of it is arithmetic on the runs of block 0 and the block stride,
+on metadata only: it holds for every block, reads no byte of a tensor and works on `meta` tensors.
+"""
+
+from collections.abc import Iterable, Iterator
+from math import gcd
+
+from stages.errors import Reason, RuleRejected, reject
+from stages.model import BlockRuns, EditedLayer, Layer, Run, TransferPage
+
+
+def prove(layer: Layer, page: TransferPage) -> None:
+    """Raise RuleRejected, with the numbers, unless the transfer touches exactly the layer's own blocks."""
+    owned, planned, spec = layer.owned, page.planned, layer.spec
+    if planned.num_blocks != owned.num_blocks:
+        raise reject(Reason.BLOCK_COUNT, view_blocks=planned.num_blocks, num_blocks=owned.num_blocks)
+    if spec.block_size % page.slots if spec.recurrent else page.slots != spec.slots_per_block:
+        raise reject(
+            Reason.SLOTS_PER_BLOCK, view_slots=page.slots, slots_per_block=spec.slots_per_block if not spec.recurrent else spec.block_size
+        )
+    if owned.num_blocks == 0:
+        return
+    if owned.num_blocks > 1 and planned.stride_bytes != owned.stride_bytes:
+        raise reject(Reason.BLOCK_STRIDE, view_stride_bytes=planned.stride_bytes, block_stride_bytes=owned.stride_bytes)
+    missed = sum(run.stop - run.start for run in minus(owned.runs, planned.runs))
+    if missed:
+        raise reject(Reason.BYTES_MISSED, missed_bytes=missed, owned_bytes=owned.size_bytes)
+    end = planned.stop + (owned.num_blocks - 1) * owned.stride_bytes
+    if planned.start < 0 or end > layer.storage_size_bytes:
+        raise reject(Reason.PAST_STORAGE, end_bytes=end, storage_bytes=layer.storage_size_bytes)
+    for run in planned.runs:
+        for other in owned.runs:
+            if reaches_another_block(run, other, owned.stride_bytes, owned.num_blocks):
+                raise reject(Reason.BYTES_OF_ANOTHER_BLOCK, planned_bytes=planned.size_bytes, block_stride_bytes=owned.stride_bytes)
+    padding = (Run(owned.start, owned.start + spec.page_size_bytes),)
+    beyond = sum(run.stop - run.start for run in minus(minus(planned.runs, owned.runs), padding))
+    if beyond:
+        raise reject(Reason.BYTES_BEYOND_PADDING, beyond_bytes=beyond, page_size_bytes=spec.page_size_bytes)
+
+
+def overlapping(layers: Iterable[EditedLayer]) -> Iterator[tuple[EditedLayer, RuleRejected]]:
+    """Layers whose planned bytes reach a layer that is live under the same block ids (one group, one storage).
+
+    Layers of different groups may overlay each other: a block id belongs to one group at a time.
+    """
+    shared: dict[tuple[int, str], list[EditedLayer]] = {}
+    for edited in layers:
+        shared.setdefault((edited.layer.group, edited.layer.cache.tensors[0].storage), []).append(edited)
+    for group in shared.values():
+        yield from _overlapping_in_group(group)
+
+
+def minus(runs: tuple[Run, ...], others: tuple[Run, ...]) -> tuple[Run, ...]:
+    """The bytes of `runs` that are in none of `others`."""
+    left = list(runs)
+    for other in others:
+        left = [
+            piece
+            for run in left
+            for piece in (Run(run.start, min(run.stop, other.start)), Run(max(run.start, other.stop), run.stop))
+            if piece.start < piece.stop
+        ]
+    return tuple(left)
+
+
+def reaches_another_block(run: Run, other: Run, stride_bytes: int, num_blocks: int) -> bool:
+    """Whether `run` of block b meets `other` of a block b' ≠ b: whether `other + k * stride` meets it for some k ≠ 0."""
+    if num_blocks < 2:
+        return False
+    if stride_bytes == 0:
+        return True
+    # other + k*stride meets run for run.start - other.stop < k*stride < run.stop - other.start
+    lowest = max((run.start - other.stop) // stride_bytes + 1, 1 - num_blocks)
+    highest = min(-((other.start - run.stop) // stride_bytes) - 1, num_blocks - 1)
+    return lowest <= highest and (lowest, highest) != (0, 0)
+
+
+def _overlapping_in_group(group: list[EditedLayer]) -> Iterator[tuple[EditedLayer, RuleRejected]]:
+    """Pairs of one group and storage that cannot be shown to be apart.
+
+    Layers are apart if their extents are; layers that interleave are apart if their blocks are modulo the stride.
+    """
+    by_extent = sorted(group, key=lambda edited: _extent(edited.page.planned).start)
+    open_layers: list[EditedLayer] = []
+    for edited in by_extent:
+        extent = _extent(edited.page.planned)
+        open_layers = [other for other in open_layers if _extent(other.page.planned).stop > extent.start]
+        for other in open_layers:
+            if not _apart(edited.page.planned, other.page.planned):
+                yield edited, reject(Reason.BYTES_OF_ANOTHER_LAYER, other_layer=other.layer.name)
+        open_layers.append(edited)
+
+
+def _apart(one: BlockRuns, other: BlockRuns) -> bool:
+    """Whether no block of `one` meets any block of `other`, judged modulo the gcd of their strides.
+
+    Exact for equal strides; sound for others, whose blocks lie apart by some multiple of the gcd.
+    """
+    period = gcd(one.stride_bytes, other.stride_bytes)
+    if period == 0:
+        return False
+    for run in one.runs:
+        for against in other.runs:
+            distance = (against.start - run.start) % period
+            if distance < run.stop - run.start or distance + (against.stop - against.start) > period:
+                return False
+    return True
+
+
+def _extent(blocks: BlockRuns) -> Run:
+    """From the first byte of the first block to the last of the last."""
+    return Run(blocks.start, blocks.stop + max(blocks.num_blocks - 1, 0) * blocks.stride_bytes)

@@ -1,0 +1,259 @@
+"""validate: what the engine offers, against what can be transferred at all.
+
+Checks collect every refusal and raise once, so that an operator sees all bad layers. Tensors are looked at by shape and
+stride only.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import lcm
+
+from stages.errors import Fact, Reason, RegistrationRejected, Rejection, RuleRejected, Stage, reject
+from stages.geometry import block_runs
+from stages.model import CacheTensor, ExcludedLayer, Exclusion, Kind, Layer, LayerCache, Layout, LeafSpec, Offer, OfferedGroup, Validated
+
+REUSABLE_MAMBA_MODES = frozenset({"align", "all"})
+"""Modes that keep a state at block boundaries; the engine's "none" keeps only the running one."""
+
+SERVED_LAYOUTS = tuple(layout for layout in Layout if not layout.scattered)
+
+AUX_POOL_PREFIX = "cb.aux_pool."
+"""Layer names that LMCache reserves for a connector's own page pools: `cb.aux_pool.<tokens per block>[.<label>]`."""
+
+_REFUSED_KINDS = {
+    Kind.CROSS_ATTENTION: Reason.CROSS_ATTENTION,
+    Kind.ENCODER_ONLY_ATTENTION: Reason.ENCODER_ONLY_ATTENTION,
+    Kind.UNKNOWN: Reason.UNKNOWN_KIND,
+}
+
+
+def validate(offer: Offer) -> Validated:
+    """The layers to transfer and those left out, or RegistrationRejected with every refusal."""
+    refusals = Refusals()
+    groups = offer.groups + tuple(_aux_groups(offer, refusals))
+    check_groups(offer, refusals)
+    group_of = _groups_of_layers(groups, refusals)
+    layout = _layout(offer, refusals)
+    excluded = [ExcludedLayer(name, group, why) for name, group in group_of.items() if (why := _exclusion(groups[group]))]
+    excluded += _shared(offer, group_of, refusals)
+    left_out = {layer.name for layer in excluded}
+    for name, group in group_of.items():
+        if name not in offer.caches and name not in left_out:
+            refusals.add(Reason.LAYER_WITHOUT_CACHE, group, (name,))
+    layers = [
+        layer
+        for name in offer.caches
+        if name in group_of and name not in left_out
+        for layer in _layers(offer, name, group_of[name], groups[group_of[name]], refusals)
+    ]
+    _check_storages(layers, refusals)
+    refusals.raise_if_any()
+    order = {name: index for index, name in enumerate(offer.caches)}
+    return Validated(offer, layout, tuple(layers), tuple(sorted(excluded, key=lambda layer: order.get(layer.name, len(order)))))
+
+
+def check_groups(offer: Offer, refusals: "Refusals") -> None:
+    """What the groups' specs alone can say, before any tensor exists: kinds, Mamba modes, residency, chunk size."""
+    for index, group in enumerate(offer.groups):
+        if _exclusion(group):
+            continue
+        if group.host_resident:
+            refusals.add(Reason.HOST_RESIDENT, index, group.layer_names)
+        for name in group.layer_names:
+            spec = group.specs.get(name)
+            if spec is None:
+                refusals.add(Reason.LAYER_WITHOUT_SPEC, index, (name,))
+            elif spec.kind in _REFUSED_KINDS:
+                refusals.add(_REFUSED_KINDS[spec.kind], index, (name,))
+            elif spec.recurrent and spec.mamba_cache_mode not in REUSABLE_MAMBA_MODES:
+                refusals.add(Reason.MAMBA_CACHE_MODE, index, (name,), mode=spec.mamba_cache_mode)
+    _check_chunk(offer, refusals)
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Refusals as they are found; those that differ only in the layer become one."""
+
+    found: dict[tuple[Reason, int | None, tuple[tuple[str, Fact], ...]], list[str]] = field(default_factory=dict)
+
+    def add(self, reason: Reason, group: int | None, layer_names: Iterable[str], **facts: Fact) -> None:
+        """Note one refusal."""
+        self.found.setdefault((reason, group, tuple(facts.items())), []).extend(layer_names)
+
+    def raise_if_any(self) -> None:
+        """Raise RegistrationRejected with all that were found."""
+        if self.found:
+            raise RegistrationRejected(
+                tuple(
+                    Rejection(Stage.VALIDATE, reason, None, group, tuple(dict.fromkeys(names)), dict(facts))
+                    for (reason, group, facts), names in self.found.items()
+                )
+            )
+
+
+def _exclusion(group: OfferedGroup) -> Exclusion | None:
+    """Why no layer of a group is transferred. Scratch is the engine's own rule: *every* leaf keeps no reusable prefix."""
+    if not group.transferable:
+        return Exclusion.NOT_TRANSFERABLE
+    specs = [group.specs[name] for name in group.layer_names if name in group.specs]
+    return Exclusion.SCRATCH if specs and not any(spec.prefix_cacheable for spec in specs) else None
+
+
+def _check_chunk(offer: Offer, refusals: Refusals) -> None:
+    """Every transferred group's tokens per block must divide LMCache's chunk, or a chunk would end inside a block."""
+    tokens = {
+        index: lcm(*(spec.tokens_per_block(offer.dcp_size) for spec in group.specs.values()))
+        for index, group in enumerate(offer.groups)
+        if group.specs and not _exclusion(group)
+    }
+    chunk = offer.chunk_size_tokens
+    if chunk is None:
+        return
+    for index, tokens_per_block in tokens.items():
+        if chunk % tokens_per_block:
+            refusals.add(
+                Reason.CHUNK_SIZE,
+                index,
+                offer.groups[index].layer_names,
+                chunk_size_tokens=chunk,
+                tokens_per_block=tokens_per_block,
+                smallest_valid_chunk_tokens=lcm(*tokens.values()),
+            )
+
+
+def _groups_of_layers(groups: tuple[OfferedGroup, ...], refusals: Refusals) -> dict[str, int]:
+    group_of: dict[str, int] = {}
+    for index, group in enumerate(groups):
+        for name in group.layer_names:
+            if name in group_of:
+                refusals.add(Reason.LAYER_IN_TWO_GROUPS, index, (name,), other_group=group_of[name])
+            group_of.setdefault(name, index)
+    return group_of
+
+
+def _layout(offer: Offer, refusals: Refusals) -> Layout:
+    """The engine's layout by name; where it named none, by the strides of a layer that has both heads and slots."""
+    name = offer.layout
+    if name is None:
+        return _layout_of_strides(offer)
+    if name not in Layout.__members__:
+        refusals.add(Reason.UNKNOWN_LAYOUT, None, (), layout=name, known=tuple(Layout))
+        return Layout.NHD
+    layout = Layout[name]
+    if layout.scattered:
+        refusals.add(Reason.SCATTERED_LAYOUT, None, offer.caches, layout=name, served=SERVED_LAYOUTS)
+    return layout
+
+
+def _layout_of_strides(offer: Offer) -> Layout:
+    """NHD or HND by the first layer that tells. Where none does, or layers differ, the choice only names dims: a page
+    that the transfer would misread under it is re-viewed, and every page is proven."""
+    for group in offer.groups:
+        for name, spec in group.specs.items():
+            for part in offer.caches[name].tensors if name in offer.caches else ():
+                heads_first = _heads_first(part, spec)
+                if heads_first is not None:
+                    return Layout.HND if heads_first else Layout.NHD
+    return Layout.NHD
+
+
+def _heads_first(part: CacheTensor, spec: LeafSpec) -> bool | None:
+    """Whether heads have the larger stride than slots: `[…, s, H, D]` of rank 5, `[P, H, s, C]` of rank 4."""
+    tensor = part.tensor
+    if spec.recurrent or tensor.ndim not in (4, 5):
+        return None
+    slots, heads = (2, 3) if tensor.ndim == 5 else (2, 1)
+    if 1 in (tensor.shape[slots], tensor.shape[heads]) or spec.num_states % tensor.shape[slots]:
+        return None
+    return tensor.stride(heads) > tensor.stride(slots)
+
+
+def _shared(offer: Offer, group_of: dict[str, int], refusals: Refusals) -> Iterator[ExcludedLayer]:
+    """Caches in no group: each must be an alias of a grouped layer's, whose transfer then moves its bytes too."""
+    owners = {_place(offer.caches[name]) for name in group_of if name in offer.caches}
+    for name, cache in offer.caches.items():
+        if name in group_of:
+            continue
+        if _place(cache) not in owners:
+            refusals.add(Reason.CACHE_WITHOUT_GROUP, None, (name,))
+        yield ExcludedLayer(name, None, Exclusion.SHARED)
+
+
+def _place(cache: LayerCache) -> tuple[tuple[object, ...], ...]:
+    """Which bytes a cache is: storage, first byte, bytes held and last byte of each tensor."""
+    return tuple(
+        (
+            part.storage,
+            part.tensor.storage_offset() * part.tensor.element_size(),
+            part.tensor.numel() * part.tensor.element_size(),
+            sum((size - 1) * step for size, step in zip(part.tensor.shape, part.tensor.stride(), strict=True)) * part.tensor.element_size(),
+        )
+        for part in cache.tensors
+    )
+
+
+def _layers(offer: Offer, name: str, group: int, offered: OfferedGroup, refusals: Refusals) -> Iterator[Layer]:
+    """The layer with the bytes its blocks own; nothing where a spec is missing (already refused) or a tensor is wrong."""
+    spec = offered.specs.get(name)
+    if spec is None:
+        return
+    cache = offer.caches[name]
+    try:
+        dim, ratio, owned = block_runs(cache, spec, offered.num_blocks)
+        layer = Layer(name, group, spec, cache, dim, ratio, owned, spec.tokens_per_block(offer.dcp_size), _tag(offer, group))
+        _check_page(layer)
+        yield layer
+    except RuleRejected as refusal:
+        refusals.add(refusal.reason, group, (name,), **refusal.facts)
+
+
+def _check_page(layer: Layer) -> None:
+    """A block's registered bytes against the spec's page."""
+    owned, spec = layer.owned, layer.spec
+    if owned.num_blocks == 0:
+        return
+    if owned.size_bytes < (spec.unpadded_page_size_bytes or 0):
+        raise reject(Reason.PAGE_TOO_SMALL, block_bytes=owned.size_bytes, unpadded_page_size_bytes=spec.unpadded_page_size_bytes)
+    if owned.size_bytes > spec.page_size_bytes:
+        raise reject(Reason.PAGE_TOO_LARGE, block_bytes=owned.size_bytes, page_size_bytes=spec.page_size_bytes)
+
+
+def _check_storages(layers: list[Layer], refusals: Refusals) -> None:
+    """Each storage against the last block cut from it. One that is too small was not made for these views, so every
+    layer cut from it is refused: which of them would survive says nothing about the bytes they share."""
+    end: dict[str, int] = {}
+    for layer in layers:
+        storage, blocks = layer.cache.tensors[0].storage, layer.owned
+        end[storage] = max(end.get(storage, 0), blocks.stop + max(blocks.num_blocks - 1, 0) * blocks.stride_bytes)
+    for layer in layers:
+        last = end[layer.cache.tensors[0].storage]
+        if last > layer.storage_size_bytes:
+            refusals.add(Reason.PAST_STORAGE, layer.group, (layer.name,), end_bytes=last, storage_bytes=layer.storage_size_bytes)
+
+
+def _aux_groups(offer: Offer, refusals: Refusals) -> Iterator[OfferedGroup]:
+    """Auxiliary page pools as groups after the engine's own, one per tokens-per-block, as LMCache numbers them."""
+    pools: dict[int, list[str]] = {}
+    for name in offer.caches:
+        if not name.startswith(AUX_POOL_PREFIX):
+            continue
+        tokens = name.removeprefix(AUX_POOL_PREFIX).split(".", 1)[0]
+        if not tokens.isdecimal() or int(tokens) == 0 or len(offer.caches[name].tensors) != 1:
+            refusals.add(Reason.AUX_POOL_NAME, None, (name,))
+        pools.setdefault(int(tokens) if tokens.isdecimal() else 0, []).append(name)
+    for tokens_per_block, names in pools.items():
+        tensors = {name: offer.caches[name].tensors[0].tensor for name in names}
+        specs = {name: _aux_spec(tensors[name].shape, tensors[name].element_size(), tokens_per_block) for name in names}
+        yield OfferedGroup(tuple(names), tensors[names[0]].shape[0], specs)
+
+
+def _aux_spec(shape: tuple[int, ...], itemsize: int, tokens_per_block: int) -> LeafSpec:
+    """`[NB, slots, C]`: replicated on every rank, so its tokens per block are never scaled."""
+    slots = shape[1] if len(shape) > 1 else 1
+    page = slots * (shape[2] if len(shape) > 2 else 1) * itemsize
+    return LeafSpec(Kind.MLA_ATTENTION, max(tokens_per_block, slots), page, slots, dcp_sharded=False)
+
+
+def _tag(offer: Offer, group: int) -> int:
+    """LMCache's object group tag: 0 for the engine's groups, 1, 2, … for auxiliary pools."""
+    return max(group - len(offer.groups) + 1, 0)
