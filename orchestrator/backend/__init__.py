@@ -1,0 +1,1 @@
+"""Transfer backends: a plan in, a receipt out. The only room that knows LMCache."""
