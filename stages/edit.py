@@ -4,11 +4,12 @@ Views only: an edited layer shares its raw tensor's storage.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 
 from stages.errors import Reason, RegistrationRejected, Rejection, RuleRejected, Stage, reject
 from stages.model import Edited, EditedLayer, Layer, Layout, Validated
-from stages.pages import opaque_page, read_page
+from stages.pages import opaque_page, read_page, two_plane_page
 from stages.proof import overlapping, prove
 from stages.rules import RULES
 from stages.rules.rule import Edit, Rule
@@ -50,50 +51,56 @@ def _proven(layer: Layer, edit: Edit, rule: str | None, layout: Layout) -> Edite
     return EditedLayer(layer, edit.view, edit.block_dim, page, rule, edit.opaque)
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """What one transfer kernel assumes of all layers of one identity."""
-
-    stride_bytes: int
-    tokens_per_block: int
-    window_tokens: int
-    recurrent: bool
-
-
 def _told_apart(edited: list[EditedLayer], layout: Layout, rejections: list[Rejection]) -> Iterator[EditedLayer]:
-    """Layers of one group that look alike to the transfer but differ in stride, tokens or window, made to look different.
+    """Layers of one group that look alike to the transfer but must be copied differently, made to look different.
 
-    The transfer groups by identity and copies a group by its first layer's stride. The later layer's page is viewed
-    with its slot's bytes split over more synthetic heads: the same bytes under an identity of their own.
+    The transfer copies layers of one identity by the first one's stride, tokens and window, and takes layers whose views
+    have one shape and dtype for one format, the first one's. A later layer that differs is viewed with its slot's bytes
+    split over more synthetic heads: the same bytes under a shape and an identity of their own.
     """
-    seen: dict[object, _Copy] = {}
+    seen: dict[object, object] = {}
     for layer in edited:
-        copy = _Copy(
-            layer.page.planned.stride_bytes, layer.layer.tokens_per_block, layer.layer.spec.window_tokens, layer.layer.spec.recurrent
-        )
-        try:
-            told = next(view for view in _lookalikes(layer, layout) if seen.get((layer.layer.group, view.page.identity), copy) == copy)
-        except StopIteration:
-            facts = reject(Reason.TRANSFER_IDENTITY_SHARED, block_stride_bytes=copy.stride_bytes, tokens_per_block=copy.tokens_per_block)
-            rejections.append(_rejection(layer.layer, layer.rule, facts))
-            continue
-        seen[layer.layer.group, told.page.identity] = copy
-        yield told
+        told = next((view for view in _lookalikes(layer, layout) if _agrees(seen, view)), None)
+        if told is None:
+            stride, tokens = layer.page.planned.stride_bytes, layer.layer.tokens_per_block
+            refusal = reject(Reason.TRANSFER_IDENTITY_SHARED, block_stride_bytes=stride, tokens_per_block=tokens)
+            rejections.append(_rejection(layer.layer, layer.rule, refusal))
+        else:
+            seen.update(_assumed(told))
+            yield told
+
+
+def _assumed(edited: EditedLayer) -> dict[object, object]:
+    """What the transfer takes for granted of every layer of a group: by identity, and by shape and dtype."""
+    layer, page = edited.layer, edited.page
+    return {
+        (layer.group, page.identity): (page.planned.stride_bytes, layer.tokens_per_block, layer.spec.window_tokens, layer.spec.recurrent),
+        (layer.group, tuple(edited.view.shape), page.dtype): page.format,
+    }
+
+
+def _agrees(seen: dict[object, object], edited: EditedLayer) -> bool:
+    return all(seen.get(key, value) == value for key, value in _assumed(edited).items())
 
 
 def _lookalikes(edited: EditedLayer, layout: Layout) -> Iterator[EditedLayer]:
-    """The layer itself, then the same bytes under other identities: one run a block, its slots split over 2, 3, … heads."""
+    """The layer itself, then the same bytes under other identities, each proven."""
     yield edited
-    page = edited.page
-    if page.planes == 2:
+    for edit in _other_pages(edited, layout):
+        with suppress(RuleRejected):
+            yield _proven(edited.layer, edit, edited.rule or IDENTITY_SPLIT_VIEW, layout)
+
+
+def _other_pages(edited: EditedLayer, layout: Layout) -> Iterator[Edit]:
+    """A page's bytes as one run a block, its slots split over 1, 2, 3, … heads; as K and V planes where it is two runs."""
+    layer, page = edited.layer, edited.page
+    if len(layer.owned.runs) > 1 and page.planes == 2:
+        yield Edit(two_plane_page(layer, layout), block_dim=1)
         return
-    columns = page.heads * page.width
-    for heads in range(2, columns + 1):
+    columns = page.planes * page.heads * page.width
+    for heads in range(1, columns + 1):
         if columns % heads == 0:
-            view = opaque_page(edited.layer, layout, page.dtype, page.slots, heads, columns // heads)
-            other = read_page(view, layout)
-            if other is not None and other.planned == page.planned:
-                yield replace(edited, view=view, block_dim=0, page=other, rule=edited.rule or IDENTITY_SPLIT_VIEW, opaque=True)
+            yield Edit(opaque_page(layer, layout, page.dtype, page.slots, heads, columns // heads))
 
 
 def _rejection(layer: Layer, rule: str | None, refusal: RuleRejected) -> Rejection:

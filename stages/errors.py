@@ -5,9 +5,9 @@
     ├── TransferError                        the backend could not register a plan
     │   ├── TransferUnavailable              trying again can help: not reachable, no answer in time
     │   └── TransferRefused                  trying again cannot help: the backend said no
-    └── SnapshotInvalid (ValueError)         a file is not a snapshot of a registration
-
-    RuleRejected                             a rule's or check's verdict on one layer; a stage turns it into a Rejection
+    ├── SnapshotInvalid (ValueError)         a file is not a snapshot of a registration
+    ├── EngineUnsupported                    the engine does not describe its KV caches in a form that is read
+    └── RuleRejected                         a rule's or check's verdict on one layer; a stage turns it into a Rejection
 
 An error's constructor arguments are its `args`, so each survives pickling; `str()` is one line, because that line is
 all that crosses vLLM's process boundary.
@@ -95,7 +95,7 @@ HINTS: Mapping[Reason, str] = {
     Reason.LAYER_WITHOUT_CACHE: "the engine names a layer but registered no tensor for it: report its kv_cache_config with this snapshot",
     Reason.LAYER_WITHOUT_SPEC: "the group's per-layer specs miss this layer: report the engine's kv_cache_config with this snapshot",
     Reason.CACHE_WITHOUT_GROUP: "the cache is in no group and aliases no grouped layer, so no block ids reach it: report this snapshot",
-    Reason.AUX_POOL_NAME: "name auxiliary pools cb.aux_pool.<tokens>[.<label>] with a positive integer <tokens>",
+    Reason.AUX_POOL_NAME: "name auxiliary pools cb.aux_pool.<tokens>[.<label>] with a positive integer <tokens>, one tensor [blocks, slots, width] each",
     Reason.CHUNK_SIZE: "set LMCache's chunk size to {smallest_valid_chunk_tokens} tokens or a multiple of it",
     Reason.UNKNOWN_LAYOUT: "set VLLM_KV_CACHE_LAYOUT to one of {known}, or upgrade kvreg",
     Reason.SCATTERED_LAYOUT: "set VLLM_KV_CACHE_LAYOUT to one of {served}: in this layout a block is not one run of bytes per layer",
@@ -148,7 +148,8 @@ class Rejection:
     @property
     def hint(self) -> str:
         """The way out, in one sentence."""
-        return HINTS[self.reason].format_map(_Facts(self.facts))
+        facts = {name: _fact(value) if isinstance(value, tuple) else value for name, value in self.facts.items()}
+        return _one_line(HINTS[self.reason].format_map(_Facts(facts)))
 
     @property
     def message(self) -> str:
@@ -169,6 +170,19 @@ class KVRegError(Exception):
     """Everything kvreg raises on purpose. `retryable` says whether trying again can help."""
 
     retryable = False
+
+
+class EngineUnsupported(KVRegError):
+    """The engine does not describe its KV caches in a form kvreg reads; `needs` says what would."""
+
+    def __init__(self, engine: str, version: str, needs: str) -> None:
+        super().__init__(engine, version, needs)
+        self.engine = engine
+        self.version = version
+        self.needs = needs
+
+    def __str__(self) -> str:
+        return _one_line(f"kvreg cannot read {self.engine} {self.version}: it needs {self.needs}")
 
 
 class RegistrationRejected(KVRegError, ValueError):
@@ -231,7 +245,7 @@ class RuleRejected(KVRegError):
         self.facts = facts
 
     def __str__(self) -> str:
-        return f"{self.reason} ({' '.join(f'{name}={_fact(value)}' for name, value in self.facts.items())})"
+        return _one_line(f"{self.reason} ({' '.join(f'{name}={_fact(value)}' for name, value in self.facts.items())})")
 
 
 def reject(reason: Reason, **facts: Fact) -> RuleRejected:

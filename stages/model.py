@@ -102,7 +102,7 @@ class LeafSpec:
 class CacheTensor:
     """One registered tensor and the storage it is cut from; equal `storage` means the same memory."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor = field(repr=False)  # printing a tensor reads its bytes, and asyncio prints results
     storage: str
     storage_size_bytes: int
 
@@ -289,7 +289,7 @@ class EditedLayer:
     """A layer as it will be registered: `view` is the raw tensor itself where no rule was needed."""
 
     layer: Layer
-    view: torch.Tensor
+    view: torch.Tensor = field(repr=False)  # as above
     block_dim: int
     page: TransferPage
     rule: str | None = None

@@ -47,7 +47,7 @@ def overlapping(layers: Iterable[EditedLayer]) -> Iterator[tuple[EditedLayer, Ru
     Layers of different groups may overlay each other: a block id belongs to one group at a time.
     """
     shared: dict[tuple[int, str], list[EditedLayer]] = {}
-    for edited in layers:
+    for edited in (edited for edited in layers if edited.layer.owned.num_blocks):
         shared.setdefault((edited.layer.group, edited.layer.cache.tensors[0].storage), []).append(edited)
     for group in shared.values():
         yield from _overlapping_in_group(group)

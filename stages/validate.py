@@ -5,7 +5,7 @@ stride only.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 
 from stages.errors import Fact, Reason, RegistrationRejected, Rejection, RuleRejected, Stage, reject
@@ -31,7 +31,7 @@ def validate(offer: Offer) -> Validated:
     """The layers to transfer and those left out, or RegistrationRejected with every refusal."""
     refusals = Refusals()
     groups = offer.groups + tuple(_aux_groups(offer, refusals))
-    check_groups(offer, refusals)
+    check_groups(replace(offer, groups=groups), refusals)
     group_of = _groups_of_layers(groups, refusals)
     layout = _layout(offer, refusals)
     excluded = [ExcludedLayer(name, group, why) for name, group in group_of.items() if (why := _exclusion(groups[group]))]
@@ -172,8 +172,8 @@ def _shared(offer: Offer, group_of: dict[str, int], refusals: Refusals) -> Itera
     """Caches in no group: each must be an alias of a grouped layer's, whose transfer then moves its bytes too."""
     owners = {_place(offer.caches[name]) for name in group_of if name in offer.caches}
     for name, cache in offer.caches.items():
-        if name in group_of:
-            continue
+        if name in group_of or name.startswith(AUX_POOL_PREFIX):
+            continue  # a pool that is in no group has been refused for its name
         if _place(cache) not in owners:
             refusals.add(Reason.CACHE_WITHOUT_GROUP, None, (name,))
         yield ExcludedLayer(name, None, Exclusion.SHARED)
@@ -238,9 +238,10 @@ def _aux_groups(offer: Offer, refusals: Refusals) -> Iterator[OfferedGroup]:
         if not name.startswith(AUX_POOL_PREFIX):
             continue
         tokens = name.removeprefix(AUX_POOL_PREFIX).split(".", 1)[0]
-        if not tokens.isdecimal() or int(tokens) == 0 or len(offer.caches[name].tensors) != 1:
+        if not tokens.isdecimal() or int(tokens) == 0 or [part.tensor.ndim for part in offer.caches[name].tensors] != [3]:
             refusals.add(Reason.AUX_POOL_NAME, None, (name,))
-        pools.setdefault(int(tokens) if tokens.isdecimal() else 0, []).append(name)
+            continue
+        pools.setdefault(int(tokens), []).append(name)
     for tokens_per_block, names in pools.items():
         tensors = {name: offer.caches[name].tensors[0].tensor for name in names}
         specs = {name: _aux_spec(tensors[name].shape, tensors[name].element_size(), tokens_per_block) for name in names}
@@ -249,9 +250,7 @@ def _aux_groups(offer: Offer, refusals: Refusals) -> Iterator[OfferedGroup]:
 
 def _aux_spec(shape: tuple[int, ...], itemsize: int, tokens_per_block: int) -> LeafSpec:
     """`[NB, slots, C]`: replicated on every rank, so its tokens per block are never scaled."""
-    slots = shape[1] if len(shape) > 1 else 1
-    page = slots * (shape[2] if len(shape) > 2 else 1) * itemsize
-    return LeafSpec(Kind.MLA_ATTENTION, max(tokens_per_block, slots), page, slots, dcp_sharded=False)
+    return LeafSpec(Kind.MLA_ATTENTION, tokens_per_block, shape[1] * shape[2] * itemsize, shape[1], dcp_sharded=False)
 
 
 def _tag(offer: Offer, group: int) -> int:
