@@ -17,6 +17,9 @@ from stages.rules.rule import Edit, Rule
 IDENTITY_SPLIT_VIEW = "identity-split-view"
 """The one edit that is not a rule, because no layer alone calls for it: see `_told_apart`."""
 
+MOST_SYNTHETIC_HEADS = 1024
+"""How many heads a page may be split over to be told apart; a page that needs more is refused."""
+
 
 def edit(validated: Validated, rules: tuple[Rule, ...] = RULES) -> Edited:
     """Every layer as the transfer will read it, or RegistrationRejected with every layer that cannot be proven."""
@@ -98,7 +101,7 @@ def _other_pages(edited: EditedLayer, layout: Layout) -> Iterator[Edit]:
         yield Edit(two_plane_page(layer, layout), block_dim=1)
         return
     columns = page.planes * page.heads * page.width
-    for heads in range(1, columns + 1):
+    for heads in range(1, min(columns, MOST_SYNTHETIC_HEADS) + 1):
         if columns % heads == 0:
             yield Edit(opaque_page(layer, layout, page.dtype, page.slots, heads, columns // heads))
 
