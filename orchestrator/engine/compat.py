@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from stages.errors import EngineUnsupported
-from stages.model import Engine, Kind
+from stages.model import Engine, Kind, Worker
 
 _KINDS = {kind.value: kind for kind in Kind}
 
@@ -167,3 +167,19 @@ def layout_name(config: KVCacheConfig, vllm_config: Any | None, *, on_cpu: bool)
 def dcp_size(vllm_config: Any) -> int:
     """Decode-context-parallel ranks that share a sequence; the same name in all releases."""
     return int(vllm_config.parallel_config.decode_context_parallel_size)
+
+
+def worker(vllm_config: Any) -> Worker:
+    """Which worker of all data-parallel replicas this is, so that no two of one deployment have the same id.
+
+    `data_parallel_index` where a release has it: `data_parallel_rank` is reset to 0 in each replica of a dense model.
+    """
+    parallel = vllm_config.parallel_config
+    replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+    return Worker(replica * parallel.world_size + parallel.rank, parallel.data_parallel_size * parallel.world_size)
+
+
+def model_name(vllm_config: Any) -> str:
+    """The name the engine serves its model by, which its own metrics carry; the same name in all releases."""
+    served = vllm_config.model_config.served_model_name
+    return str(served[0] if isinstance(served, list) else served or vllm_config.model_config.model)

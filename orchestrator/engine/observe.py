@@ -33,10 +33,9 @@ def observe(
     if layout is None:
         layout = compat.layout_name(kv_cache_config, vllm_config, on_cpu=any(tensor.device.type == "cpu" for tensor in tensors))
     if vllm_config is not None:
-        parallel = vllm_config.parallel_config
         dcp_size = compat.dcp_size(vllm_config) if dcp_size is None else dcp_size
-        model_name = str(vllm_config.model_config.model) if model_name is None else model_name
-        worker = Worker(parallel.rank, parallel.world_size) if worker is None else worker
+        model_name = compat.model_name(vllm_config) if model_name is None else model_name
+        worker = compat.worker(vllm_config) if worker is None else worker
     return Offer(
         engine=compat.engine(),
         groups=tuple(_group(kv_cache_config, group) for group in kv_cache_config.kv_cache_groups),

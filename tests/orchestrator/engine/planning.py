@@ -24,7 +24,12 @@ def vllm_config(layout: str, num_blocks: int) -> Any:
     config.cache_config.kv_cache_layout = layout
     config.cache_config.num_gpu_blocks_override = num_blocks
     config.model_config = SimpleNamespace(
-        model="planned", max_model_len=96, original_max_model_len=96, is_hybrid=False, hf_config=SimpleNamespace(model_type="planned")
+        model="planned",
+        served_model_name="planned",
+        max_model_len=96,
+        original_max_model_len=96,
+        is_hybrid=False,
+        hf_config=SimpleNamespace(model_type="planned"),
     )
     return config
 

@@ -68,6 +68,16 @@ def test_facts_come_from_the_engines_config(planning: ModuleType) -> None:
     assert offer.engine.version
 
 
+def test_no_two_workers_of_a_deployment_have_one_id(planning: ModuleType) -> None:
+    """Replicas of a dense model all count ranks from 0; the id goes on over them. The model's name is the served one."""
+    engine = planning.vllm_config("BLNHC", 4)
+    engine.model_config.served_model_name = ["alias", "other"]
+    engine.parallel_config.rank, engine.parallel_config.world_size = 1, 2
+    engine.parallel_config.data_parallel_index, engine.parallel_config.data_parallel_size = 3, 4
+    offer = observe(_config(planning), {}, vllm_config=engine)
+    assert (offer.worker, offer.model_name) == (Worker(7, 8), "alias")
+
+
 def test_what_the_caller_says_wins(planning: ModuleType) -> None:
     """A caller who knows better says so, and is not overruled by the engine's config."""
     engine = planning.vllm_config("BLNHC", 4)
@@ -89,8 +99,10 @@ def test_the_groups_config_names_the_layout_before_the_engines(planning: ModuleT
     """The layout that came with the groups is the one their tensors were allocated by."""
     engine = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_layout="LBNHC"),
-        parallel_config=SimpleNamespace(rank=0, world_size=1, decode_context_parallel_size=1),
-        model_config=SimpleNamespace(model="m"),
+        parallel_config=SimpleNamespace(
+            rank=0, world_size=1, data_parallel_rank=0, data_parallel_size=1, decode_context_parallel_size=1
+        ),
+        model_config=SimpleNamespace(model="m", served_model_name="m"),
     )
     assert observe(_config(planning, kv_cache_layout="BLHNC"), {}, vllm_config=engine).layout == "BLHNC"
     assert observe(_config(planning), {}, vllm_config=engine).layout == "LBNHC"
