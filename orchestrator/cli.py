@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from stages.errors import KVRegError, SnapshotInvalid
+from stages.errors import KVRegError, Reason, SnapshotInvalid
 
 REJECTED = 1
 UNUSABLE = 2
@@ -96,7 +96,6 @@ def rules(
 ) -> None:
     """Show the rules in order, and every reason with its hint."""
     from orchestrator import screen
-    from stages.errors import Reason
     from stages.rules import RULES
 
     if as_json:
@@ -111,6 +110,16 @@ def rules(
         return
     console = screen.console()
     console.print(screen.rules(RULES), "", screen.reasons(), sep="\n")
+
+
+@app.command()
+def explain(
+    reason: Annotated[Reason, typer.Argument(metavar="REASON", help="As an alert, a metric or an error names it: width, chunk_size, …")],
+) -> None:
+    """Print what a reason for a refusal means, and the way out."""
+    from orchestrator.explain import explain as explained
+
+    print(explained(reason))
 
 
 @app.command()

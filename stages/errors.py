@@ -163,7 +163,7 @@ class Rejection:
         return _one_line(f"{self.stage}: " + "".join(f"{part}: " for part in where) + self.reason + (f" ({facts})" if facts else ""))
 
     def __str__(self) -> str:
-        return f"{self.message}; {self.hint}"
+        return f"{self.message}; {self.hint} (kvreg explain {self.reason})"
 
 
 class KVRegError(Exception):
