@@ -51,6 +51,8 @@ def _proven(layer: Layer, edit: Edit, rule: str | None, layout: Layout) -> Edite
     if page is None or (len(layer.cache.tensors) > 1 and rule is None):
         raise reject(Reason.UNREADABLE_VIEW, kind=layer.spec.kind, shape=tuple(edit.view.shape), stride=edit.view.stride())
     prove(layer, page)
+    if edit.view.shape[edit.block_dim : edit.block_dim + 1] != (layer.owned.num_blocks,):
+        raise reject(Reason.BLOCK_COUNT, shape=tuple(edit.view.shape), block_dim=edit.block_dim, num_blocks=layer.owned.num_blocks)
     return EditedLayer(layer, edit.view, edit.block_dim, page, rule, edit.opaque)
 
 

@@ -7,6 +7,8 @@ engine's own, so a pipeline-parallel rank that holds no layer of a group just ha
 
 import hashlib
 
+import torch
+
 from stages.model import Edited, EditedLayer, EngineGroup, Plan
 
 
@@ -40,15 +42,23 @@ def _group(edited: Edited, members: list[int]) -> EngineGroup:
 
 
 def _byte_order(layer: EditedLayer) -> tuple[object, ...]:
-    """What fixes the order of bytes inside a page: an opaque page's is its raw tensors' with their kernel paging, else the view's."""
+    """What fixes the order of bytes inside a page and its stored copy: how the transfer reads it, and what lies where in it.
+
+    An opaque page is laid out as its raw tensors with their kernel paging are, any other as its view is.
+    """
     tensors = [part.tensor for part in layer.layer.cache.tensors] if layer.opaque else [layer.view]
     pages = layer.layer.pages_per_block if layer.opaque else 1
     block_dim = layer.layer.block_dim if layer.opaque else layer.block_dim
-    inner = [
-        (
-            str(tensor.dtype),
-            [(tensor.shape[dim], tensor.stride(dim)) for dim in range(tensor.ndim) if dim != block_dim and tensor.shape[dim] > 1],
-        )
-        for tensor in tensors
-    ]
-    return (layer.layer.spec.kind, layer.page.planned.size_bytes, pages, inner)
+    inner = [_inner_order(tensor, block_dim, layer.layer.owned.start) for tensor in tensors]
+    return (layer.layer.spec.kind, layer.page.planned.size_bytes, layer.page.identity, pages, inner)
+
+
+def _inner_order(tensor: torch.Tensor, block_dim: int, page_start: int) -> tuple[object, ...]:
+    """A tensor's first byte in its page, and the dims inside. How far K and V planes lie apart tells only how many blocks there are."""
+    dims = [(tensor.shape[dim], tensor.stride(dim)) for dim in range(tensor.ndim) if dim != block_dim and tensor.shape[dim] > 1]
+    step = tensor.stride(block_dim)
+    return (
+        str(tensor.dtype),
+        tensor.storage_offset() * tensor.element_size() - page_start,
+        [(size, stride if stride < step else "plane") for size, stride in dims],
+    )

@@ -79,18 +79,22 @@ def reaches_another_block(run: Run, other: Run, stride_bytes: int, num_blocks: i
 
 
 def _overlapping_in_group(group: list[EditedLayer]) -> Iterator[tuple[EditedLayer, RuleRejected]]:
-    """Pairs of one group and storage that cannot be shown to be apart.
+    """Layers of one group and storage that cannot be shown to be apart from another.
 
     Layers are apart if their extents are; layers that interleave are apart if their blocks are modulo the stride.
     """
     by_extent = sorted(group, key=lambda edited: _extent(edited.page.planned).start)
     open_layers: list[EditedLayer] = []
+    told: set[str] = set()
     for edited in by_extent:
         extent = _extent(edited.page.planned)
         open_layers = [other for other in open_layers if _extent(other.page.planned).stop > extent.start]
-        for other in open_layers:
-            if not _apart(edited.page.planned, other.page.planned):
-                yield edited, reject(Reason.BYTES_OF_ANOTHER_LAYER, other_layer=other.layer.name)
+        met = next((other for other in open_layers if not _apart(edited.page.planned, other.page.planned)), None)
+        for one, other in ((edited, met), (met, edited)):
+            # Either may be the one that reaches too far, so both are told, each once.
+            if one is not None and other is not None and one.layer.name not in told:
+                told.add(one.layer.name)
+                yield one, reject(Reason.BYTES_OF_ANOTHER_LAYER, other_layer=other.layer.name)
         open_layers.append(edited)
 
 

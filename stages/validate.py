@@ -163,7 +163,7 @@ def _heads_first(part: CacheTensor, spec: LeafSpec) -> bool | None:
     if spec.recurrent or tensor.ndim not in (4, 5):
         return None
     slots, heads = (2, 3) if tensor.ndim == 5 else (2, 1)
-    if 1 in (tensor.shape[slots], tensor.shape[heads]) or spec.num_states % tensor.shape[slots]:
+    if min(tensor.shape[slots], tensor.shape[heads]) < 2 or spec.num_states % tensor.shape[slots]:
         return None
     return tensor.stride(heads) > tensor.stride(slots)
 
@@ -212,7 +212,7 @@ def _check_page(layer: Layer) -> None:
     owned, spec = layer.owned, layer.spec
     if owned.num_blocks == 0:
         return
-    if owned.size_bytes < (spec.unpadded_page_size_bytes or 0):
+    if owned.size_bytes < (spec.unpadded_page_size_bytes or 1):
         raise reject(Reason.PAGE_TOO_SMALL, block_bytes=owned.size_bytes, unpadded_page_size_bytes=spec.unpadded_page_size_bytes)
     if owned.size_bytes > spec.page_size_bytes:
         raise reject(Reason.PAGE_TOO_LARGE, block_bytes=owned.size_bytes, page_size_bytes=spec.page_size_bytes)

@@ -6,8 +6,8 @@ from stages.rules.rule import Rule
 
 
 def matches(layer: Layer, layout: Layout) -> bool:
-    """Recurrent state registered as one tensor `[NB, 1, 1, C]`."""
-    return layer.spec.recurrent and not layer.cache.listed and layer.raw.ndim == 4 and layer.raw.shape[1:3] == (1, 1)
+    """Recurrent state registered as one tensor: `[NB, 1, 1, C]`, though its inner dims do not matter."""
+    return layer.spec.recurrent and not layer.cache.listed
 
 
 MAMBA_UNIFIED_VIEW = Rule("mamba-unified-view", "[NB,1,1,C] of states → one page view", matches, apply)
