@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from orchestrator.engine.observe import observe
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from orchestrator import snapshot
 from orchestrator.backend.embedded import EmbeddedBackend
+from orchestrator.engine.observe import observe
 from orchestrator.pipeline import register
 from orchestrator.portal import run_sync
 from stages.model import Receipt

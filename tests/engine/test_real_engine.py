@@ -70,7 +70,9 @@ def test_each_layer_has_its_rule(engine: tuple[int, dict[str, Any], Path]) -> No
 def test_kvreg_check_accepts_the_registrations_snapshot(engine: tuple[int, dict[str, Any], Path]) -> None:
     """What the worker registered replays to the same answer with no engine: same layers, same rules."""
     _, seen, snapshot = engine
-    done = subprocess.run([sys.executable, "-m", "orchestrator.cli", "check", "--json", str(snapshot)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli", "check", "--json", str(snapshot)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     answer = json.loads(done.stdout)
     assert {layer["name"]: layer["rule"] for layer in answer["layers"]} == seen["rules"]
