@@ -99,9 +99,7 @@ def test_the_groups_config_names_the_layout_before_the_engines(planning: ModuleT
     """The layout that came with the groups is the one their tensors were allocated by."""
     engine = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_layout="LBNHC"),
-        parallel_config=SimpleNamespace(
-            rank=0, world_size=1, data_parallel_rank=0, data_parallel_size=1, decode_context_parallel_size=1
-        ),
+        parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_rank=0, data_parallel_size=1, decode_context_parallel_size=1),
         model_config=SimpleNamespace(model="m", served_model_name="m"),
     )
     assert observe(_config(planning, kv_cache_layout="BLHNC"), {}, vllm_config=engine).layout == "BLHNC"
