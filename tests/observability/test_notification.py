@@ -19,7 +19,7 @@ def test_eight_refused_workers_are_one_notification_with_the_reason(watched: Wat
     """Eight workers are refused and killed at once: my pager gets one message, and it says why and what to do."""
     told_at, notification = watched.chain.receiver.wait("/page", PAGED_TIMEOUT_S, alertname="KVRegSpecRejected", model_name="refused")
     [alert] = notification["alerts"]
-    assert alert["annotations"]["summary"] == "8 worker(s) of refused refused: mamba_cache_mode"
+    assert alert["annotations"]["summary"] == "8 process(es) of refused refused: mamba_cache_mode"
     assert "kvreg explain mamba_cache_mode" in alert["annotations"]["description"]
     assert alert["labels"]["reason"] == "mamba_cache_mode"
     assert alert["labels"]["stage"] == "validate"
