@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -34,7 +34,7 @@ from orchestrator.portal import run_sync
 from orchestrator.recovery import Recovery
 from orchestrator.snapshots import keep_snapshot
 from stages.errors import KVRegError, Reason, RegistrationRejected, TransferUnavailable
-from stages.model import Offer, Receipt
+from stages.model import MLA_KINDS, Offer, Plan, Receipt
 from stages.transfer import transfer
 from stages.validate import Refusals, check_groups
 
@@ -94,11 +94,8 @@ class KVRegConnector(LMCacheMPConnector):
             return
         keep_snapshot(offer, self._config, refused=False)
         self._receipt = receipt
-        if any(group.recurrent_state for group in receipt.plan.groups):
-            _log.warning(
-                "kvreg: this model keeps recurrent state: the LMCache server must run with --separate-object-groups, or a hit on "
-                "part of a stored prompt loads a state that was never computed; the server does not say whether it does"
-            )
+        for warning in _warnings(receipt.plan, prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching)):
+            _log.warning("kvreg: %s", warning)
         # The heartbeat that calls it starts with the first transfer.
         self.worker_adapter._reregister_kv_caches_callback = Recovery(
             self._resend, self._run(), self._observers, self._config.register_timeout_s
@@ -268,3 +265,17 @@ def _held(kv_caches: Mapping[str, Any], vllm_config: Any) -> dict[str, list[torc
 
 def _tensors(cache: Any) -> Iterable[torch.Tensor]:
     return (cache,) if isinstance(cache, torch.Tensor) else (part for part in cache or () if isinstance(part, torch.Tensor))
+
+
+def _warnings(plan: Plan, *, prefix_caching: bool) -> Iterator[str]:
+    """What can be wrong with a registration that is right, and cannot be seen from here."""
+    if any(group.recurrent_state for group in plan.groups):
+        yield (
+            "this model keeps recurrent state: the LMCache server must run with --separate-object-groups, or a hit on part of a "
+            "stored prompt loads a state that was never computed; the server does not say whether it does"
+        )
+    if not prefix_caching and any(layer.layer.spec.kind in MLA_KINDS and layer.view.device.type == "cpu" for layer in plan.layers):
+        yield (
+            "vLLM has turned prefix caching off for this MLA model on CPU, and what its kernels compute after a hit differs from what "
+            "they compute without one"
+        )
