@@ -123,18 +123,21 @@ class Runs:
 
 
 def run(case: Case, folder: Path, server: Server) -> Runs:
-    """Run a case's engines, the baseline beside the others."""
+    """Run a case's engines: the baseline beside the others, but engines of several workers, which spin while they wait, alone."""
 
     def with_cache() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         connector = {**KVREG, "kv_connector_extra_config": server.transfer}
         first = Engine(folder, f"{case.name}-first", case.spec(folder, connector, LONG), case.variables).result()
         return first, Engine(folder, f"{case.name}-fresh", case.spec(folder, connector, SHORT), case.variables).result()
 
-    spec = case.spec(folder, IDLE, BASELINE)
-    with ThreadPoolExecutor(2) as beside:
+    def without() -> list[dict[str, Any]]:
+        return Engine(folder, f"{case.name}-baseline", case.spec(folder, IDLE, BASELINE), case.variables).result()
+
+    if "tensor_parallel_size" in case.engine:
+        return Runs(without(), *with_cache())
+    with ThreadPoolExecutor(1) as beside:
         cached = beside.submit(with_cache)
-        baseline = Engine(folder, f"{case.name}-baseline", spec, case.variables).result()
-        return Runs(baseline, *cached.result())
+        return Runs(without(), *cached.result())
 
 
 def run_stock(case: Case, folder: Path, server: Server) -> list[dict[str, Any]]:
