@@ -133,6 +133,7 @@ def run(case: Case, folder: Path, server: Server) -> Runs:
     def without() -> list[dict[str, Any]]:
         return Engine(folder, f"{case.name}-baseline", case.spec(folder, IDLE, BASELINE), case.variables).result()
 
+    case.spec(folder, IDLE, ())  # writes the model, before two threads would
     if "tensor_parallel_size" in case.engine:
         return Runs(without(), *with_cache())
     with ThreadPoolExecutor(1) as beside:
