@@ -105,7 +105,7 @@ def _other_pages(edited: EditedLayer, layout: Layout) -> Iterator[Edit]:
     columns = page.planes * page.heads * page.width
     for heads in range(1, min(columns, MOST_SYNTHETIC_HEADS) + 1):
         if columns % heads == 0:
-            yield Edit(opaque_page(layer, layout, page.dtype, page.slots, heads, columns // heads))
+            yield Edit(opaque_page(layer, layout, page.dtype, page.slots, columns // heads, heads))
 
 
 def _rejection(layer: Layer, rule: str | None, refusal: RuleRejected) -> Rejection:

@@ -51,17 +51,12 @@ def read_page(view: torch.Tensor, layout: Layout) -> TransferPage | None:
     return None
 
 
-def one_run_page(layer: Layer, layout: Layout, dtype: torch.dtype, slots: int, width: int) -> torch.Tensor:
-    """`[NB, slots, 1, W]`, heads first `[NB, 1, slots, W]`: each block one opaque run from the first byte it owns.
+def opaque_page(layer: Layer, layout: Layout, dtype: torch.dtype, slots: int, width: int, heads: int = 1) -> torch.Tensor:
+    """`[NB, slots, H, W]`, heads first `[NB, H, slots, W]`: each block one opaque run from the first byte it owns.
 
-    The "head" is synthetic and slots are equal shares of the page, whatever is stored there. Rank 4, because of a
-    rank-5 view of two blocks the transfer takes the blocks for K and V.
+    Heads are synthetic and slots are equal shares of the page, whatever is stored there; other heads are the same bytes
+    under another transfer identity. Rank 4, because of a rank-5 view of two blocks the transfer takes the blocks for K and V.
     """
-    return opaque_page(layer, layout, dtype, slots, heads=1, width=width)
-
-
-def opaque_page(layer: Layer, layout: Layout, dtype: torch.dtype, slots: int, heads: int, width: int) -> torch.Tensor:
-    """`one_run_page` with more than one synthetic head: the same bytes under another transfer identity."""
     item, owned = dtype.itemsize, layer.owned
     content = slots * heads * width * item
     # One block needs no stride, and the transfer misreads a padded one: it divides the bytes it sees by it.

@@ -4,7 +4,7 @@ import torch
 
 from stages.errors import Reason, reject
 from stages.model import Layer, Layout
-from stages.pages import one_run_page, room_bytes, width_bytes
+from stages.pages import opaque_page, room_bytes, width_bytes
 from stages.rules.rule import Edit, Rule
 
 
@@ -25,7 +25,7 @@ def apply(layer: Layer, layout: Layout) -> Edit:
     for slots in (block_size // parts for parts in range(1, block_size + 1) if block_size % parts == 0):
         width = width_bytes(content, slots, room)
         if width is not None:
-            return Edit(one_run_page(layer, layout, torch.int8, slots, width))
+            return Edit(opaque_page(layer, layout, torch.int8, slots, width))
     raise reject(Reason.PAGE_TOO_LARGE, content_bytes=content, room_bytes=room)
 
 

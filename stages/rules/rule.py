@@ -8,7 +8,7 @@ import torch
 
 from stages.errors import Reason, RuleRejected, reject
 from stages.model import Layer, Layout
-from stages.pages import one_run_page, read_page, room_bytes, two_plane_page, width_bytes
+from stages.pages import opaque_page, read_page, room_bytes, two_plane_page, width_bytes
 from stages.proof import prove
 
 
@@ -65,11 +65,11 @@ def opaque_view(layer: Layer, layout: Layout) -> Edit:
     slots, content = layer.spec.slots_per_block, layer.owned.size_bytes
     item = layer.raw.element_size()
     if content % (slots * item) == 0:
-        return Edit(one_run_page(layer, layout, layer.raw.dtype, slots, content // (slots * item)))
+        return Edit(opaque_page(layer, layout, layer.raw.dtype, slots, content // (slots * item)))
     width = width_bytes(content, slots, room_bytes(layer))
     if width is None:
         raise reject(Reason.WIDTH, content_bytes=content, room_bytes=room_bytes(layer), slots_per_block=slots)
-    return Edit(one_run_page(layer, layout, torch.int8, slots, width))
+    return Edit(opaque_page(layer, layout, torch.int8, slots, width))
 
 
 def merged_pages(layer: Layer) -> torch.Tensor | None:

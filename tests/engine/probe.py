@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from orchestrator import snapshot
 from orchestrator.backend.embedded import EmbeddedBackend
@@ -21,9 +18,7 @@ from orchestrator.engine.observe import observe
 from orchestrator.pipeline import register
 from orchestrator.portal import run_sync
 from stages.model import Receipt
-
-KERNEL_BLOCK_SIZE = int(os.environ.get("PROBE_KERNEL_BLOCK_SIZE", "0"))
-"""Tokens of the attention backend's kernel block, to force one smaller than the engine's block; 0 leaves it alone."""
+from tests.lmcache.idle import IdleConnector
 
 FINISHED = Path(os.environ["PROBE_BLOCKS"])
 """Block ids of the last finished request, one list a group: the scheduler's connector tells the worker's, in another process."""
@@ -32,31 +27,11 @@ REGISTERED: list["Probe"] = []
 """The worker's connector, once it has registered."""
 
 
-def _force_kernel_blocks() -> None:
-    """Make the CPU attention backend page by a fixed kernel block, and the runner zero the rows that this moves.
-
-    The stock runner zeroes row `block_id` of a sub-paged tensor, which belongs to another block.
-    """
-    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [KERNEL_BLOCK_SIZE])
-
-    def zero_block_ids(runner: Any, block_ids: list[int]) -> None:
-        num_blocks = runner.kv_cache_config.num_blocks
-        for group in runner.kv_cache_config.kv_cache_groups:
-            for name in group.layer_names:
-                cache = runner.compilation_config.static_forward_context[name].kv_cache
-                if isinstance(cache, torch.Tensor) and cache.shape[0] > num_blocks:
-                    rows = cache.shape[0] // num_blocks
-                    for block_id in block_ids:
-                        cache[block_id * rows : (block_id + 1) * rows].zero_()
-
-    CPUModelRunner._zero_block_ids = zero_block_ids
+if "KERNEL_BLOCK_SIZE" in os.environ:
+    import tests.lmcache.subpaged  # noqa: F401 - pages attention by a smaller kernel block
 
 
-if KERNEL_BLOCK_SIZE:
-    _force_kernel_blocks()
-
-
-class Probe(KVConnectorBase_V1, SupportsHMA):
+class Probe(IdleConnector):
     """Registers with the embedded backend and transfers nothing on its own."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -81,22 +56,6 @@ class Probe(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         return self.request_finished_all_groups(request, (block_ids,))
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
-
-    def wait_for_save(self) -> None: ...
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return 0, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
-
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return KVConnectorMetadata()
 
 
 class ProbeWorker:

@@ -27,10 +27,11 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "PROBE_KERNEL_BLOCK_SIZE": str(request.param),
         "PROBE_SNAPSHOT": str(snapshot),
         "PROBE_BLOCKS": str(folder / "blocks.json"),
     }
+    if request.param:
+        environment["KERNEL_BLOCK_SIZE"] = str(request.param)
     report = folder / "report.json"
     run = [sys.executable, "-m", "tests.engine.run", str(model), str(report)]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
