@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("lmcache", reason="LMCache is not installed")
+
 import zmq
 
 from metrics.observer import Outcome
