@@ -105,6 +105,7 @@ MEANINGS: Mapping[Reason, Meaning] = {
         "The caches could not be moved into shared memory, where a server on the same host reads them.", _OPERATOR
     ),
     Reason.PADDED_PAGES_ON_CPU: Meaning("On CPU the server would copy a padded page as if it had no padding.", _OPERATOR),
+    Reason.PREFIX_UNREAD: Meaning("A prefix would be loaded rightly, and the engine would compute as if it were not there.", _OPERATOR),
     Reason.SHUTTING_DOWN: Meaning("The engine was stopped while it registered.", _OPERATOR),
 }
 

@@ -81,6 +81,7 @@ class Reason(StrEnum):
     TRANSFER_MODE = "transfer_mode"
     SHARED_MEMORY = "shared_memory"
     PADDED_PAGES_ON_CPU = "padded_pages_on_cpu"
+    PREFIX_UNREAD = "prefix_unread"
     SHUTTING_DOWN = "shutting_down"
 
 
@@ -127,7 +128,8 @@ HINTS: Mapping[Reason, str] = {
     Reason.SERVER_DISAGREES: "this LMCache reads the views otherwise than they were proven: install an LMCache release that kvreg supports (docs/operations.md)",
     Reason.TRANSFER_MODE: "set lmcache.mp.mp_transfer_mode (or LMCACHE_MP_TRANSFER_MODE) to lmcache_driven, and run the server with --supported-transfer-mode lmcache_driven",
     Reason.SHARED_MEMORY: "on CPU the caches must move into {path}: give it room for all of them (docker run --shm-size, or a Kubernetes emptyDir of medium Memory)",
-    Reason.PADDED_PAGES_ON_CPU: "LMCache's server copies only unpadded pages on CPU: set --block-size and --mamba-block-size so that {tight_bytes} bytes fill a block, or use a GPU",
+    Reason.PADDED_PAGES_ON_CPU: "LMCache's server copies only unpadded pages on CPU: use {geometry}; or a GPU",
+    Reason.PREFIX_UNREAD: "vLLM turns prefix caching off here because its MLA kernels on this CPU do not compute on from a cached prefix: serve this model without a KV connector, or on a GPU",
     Reason.SHUTTING_DOWN: "the engine is stopping: nothing to do",
 }
 

@@ -32,6 +32,8 @@ def validate(offer: Offer) -> Validated:
     refusals = Refusals()
     groups = offer.groups + tuple(_aux_groups(offer, refusals))
     check_groups(replace(offer, groups=groups), refusals)
+    if not offer.caches:
+        refusals.raise_if_any()  # as at the connector's start, where there are no caches yet to miss
     group_of = _groups_of_layers(groups, refusals)
     layout = _layout(offer, refusals)
     excluded = [ExcludedLayer(name, group, why) for name, group in group_of.items() if (why := _exclusion(groups[group]))]

@@ -13,6 +13,10 @@ from lmcache.v1.multiprocess.group_view import EngineGroupInfo, engine_group_lay
 from orchestrator.backend.lmcache_border import foreign
 from stages.errors import Reason, TransferRefused
 from stages.model import EngineGroup, Layout, Plan
+from stages.pages import width_bytes
+
+_BLOCK_SIZES = (32, 64, 128)
+"""Block sizes to try: the engine's CPU kernels page by multiples of 32."""
 
 KV_LAYOUT_NAMES = {Layout.LBNHC: "NHD", Layout.LBHNC: "HND"}
 """LMCache's names for the engine's layouts, where they differ."""
@@ -60,10 +64,28 @@ def check_reading(plan: Plan, chunk_size_tokens: int) -> None:
                     "group": planned.engine_group_id,
                     "layers": planned.layer_names,
                     "tokens_per_block": planned.tokens_per_block,
-                    "tight_bytes": tight * descriptor.element_size,
+                    "copied_bytes": tight * descriptor.element_size,
                     "block_stride_bytes": planned.block_stride_bytes,
+                    "geometry": _unpadded_geometry(plan, planned),
                 },
             )
+
+
+def _unpadded_geometry(plan: Plan, padded: EngineGroup) -> str:
+    """What to set so that this model's pages have no padding, as far as block sizes decide it.
+
+    A hybrid's block is the least multiple of --block-size whose attention page holds the state, and the state's page is
+    padded to that one. It is filled where the state's bytes, shared out among as many slots and rounded up to a copy's
+    width, come to the attention's bytes a token.
+    """
+    layer = plan.layers[padded.layer_indices[0]].layer
+    token_bytes, rest = divmod(padded.block_stride_bytes, padded.tokens_per_block)
+    if layer.spec.recurrent and not rest:
+        for block_size in _BLOCK_SIZES:
+            tokens = -(-layer.owned.size_bytes // (token_bytes * block_size)) * block_size
+            if width_bytes(layer.owned.size_bytes, tokens, tokens * token_bytes) == token_bytes:
+                return f"--block-size {block_size}, for blocks of {tokens} tokens"
+    return "other page sizes: no --block-size makes this model's pages equal"
 
 
 def _as_the_server_reads(plan: Plan, chunk_size_tokens: int) -> Sequence[KernelGroupInfo]:

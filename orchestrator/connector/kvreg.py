@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -33,12 +33,18 @@ from orchestrator.plugin import ledger_place
 from orchestrator.portal import run_sync
 from orchestrator.recovery import Recovery
 from orchestrator.snapshots import keep_snapshot
-from stages.errors import KVRegError, Reason, RegistrationRejected, TransferUnavailable
-from stages.model import MLA_KINDS, Offer, Plan, Receipt
+from stages.errors import KVRegError, Reason, RegistrationRejected, TransferRefused, TransferUnavailable
+from stages.model import MLA_KINDS, Offer, Receipt
 from stages.transfer import transfer
 from stages.validate import Refusals, check_groups
 
 _log = logging.getLogger("kvreg.connector")
+
+_SEPARATE_OBJECT_GROUPS = (
+    "this model keeps recurrent state: the LMCache server must run with --separate-object-groups, or a hit on part of a stored "
+    "prompt loads a state that was never computed; the server does not say whether it does"
+)
+"""What can be wrong with a registration that is right, and cannot be seen from here."""
 
 _DEFAULT_HOST, _DEFAULT_PORT = "tcp://localhost", 5555
 
@@ -57,15 +63,26 @@ class KVRegConnector(LMCacheMPConnector):
         self._receipt: Receipt | None = None
         try:
             offer = observe(kv_cache_config, {}, vllm_config=vllm_config)
-            _check_groups(offer)
+            self._check_groups(offer)
+            _check_computes_on_hits(offer, vllm_config)
             if not is_mp_server_autostart_enabled(vllm_config.kv_transfer_config.kv_connector_extra_config):
                 for chunk in run_sync(lambda: _chunk_sizes(server_urls(vllm_config, role), self._config.register_timeout_s)):
-                    _check_groups(replace(offer, chunk_size_tokens=chunk))
+                    self._check_groups(replace(offer, chunk_size_tokens=chunk))
             foreign(super().__init__, vllm_config, role, kv_cache_config)
-            _check_groups(replace(offer, chunk_size_tokens=self._chunk_size_tokens))
+            self._check_groups(replace(offer, chunk_size_tokens=self._chunk_size_tokens))
         except KVRegError as refusal:
             KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
             self._refuse_unrun(refusal)
+
+    def _check_groups(self, offer: Offer) -> None:
+        """What the groups alone can say. Raises RegistrationRejected, with its snapshot kept."""
+        refusals = Refusals()
+        check_groups(offer, refusals)
+        try:
+            refusals.raise_if_any()
+        except RegistrationRejected:
+            keep_snapshot(offer, self._config, refused=True)
+            raise
 
     @property
     def _chunk_size_tokens(self) -> int:
@@ -94,8 +111,8 @@ class KVRegConnector(LMCacheMPConnector):
             return
         keep_snapshot(offer, self._config, refused=False)
         self._receipt = receipt
-        for warning in _warnings(receipt.plan, prefix_caching=bool(self._vllm_config.cache_config.enable_prefix_caching)):
-            _log.warning("kvreg: %s", warning)
+        if any(group.recurrent_state for group in receipt.plan.groups):
+            _log.warning("kvreg: %s", _SEPARATE_OBJECT_GROUPS)
         # The heartbeat that calls it starts with the first transfer.
         self.worker_adapter._reregister_kv_caches_callback = Recovery(
             self._resend, self._run(), self._observers, self._config.register_timeout_s
@@ -117,10 +134,16 @@ class KVRegConnector(LMCacheMPConnector):
             run_sync(lambda: backend.unregister(plan))
 
     def restore_kv_caches(self) -> None:
-        """After the engine woke up: the same plan again. Raises TransferError."""
-        if self._backend is not None and self._receipt is not None:
-            backend, plan, timeout_s = self._backend, self._receipt.plan, self._config.register_timeout_s
+        """After the engine woke up: the same plan again. Raises TransferError, bypass or not: the scheduler counts on this worker."""
+        if self._backend is None or self._receipt is None:
+            return
+        backend, plan, timeout_s = self._backend, self._receipt.plan, self._config.register_timeout_s
+        outcome = Outcome.FAILED
+        try:
             self._receipt = run_sync(lambda: transfer(plan, backend, timeout_s))
+            outcome = Outcome.REGISTERED
+        finally:
+            tell(self._observers, lambda observer: observer.recovered(self._run(), outcome))
 
     release_kv_caches = unregister_kv_caches
     """What later vLLM releases call it."""
@@ -152,8 +175,8 @@ class KVRegConnector(LMCacheMPConnector):
         self._refuse(refusal, run)
 
     def _refuse(self, refusal: KVRegError, run: Run) -> None:
-        """Raise the refusal, or serve without the external cache."""
-        if self._config.on_refusal is OnRefusal.STOP:
+        """Raise the refusal, or serve without the external cache: not once registered, for the scheduler then counts on it."""
+        if self._config.on_refusal is OnRefusal.STOP or self._receipt is not None:
             raise refusal
         self.bypass = Bypass(str(refusal))
         tell(self._observers, lambda observer: observer.bypassed(run, refusal))
@@ -249,10 +272,15 @@ async def _chunk_sizes(urls: Iterable[str], timeout_s: float) -> list[int]:
     return [await chunk_size_tokens(url, timeout_s) for url in urls]
 
 
-def _check_groups(offer: Offer) -> None:
-    refusals = Refusals()
-    check_groups(offer, refusals)
-    refusals.raise_if_any()
+def _check_computes_on_hits(offer: Offer, vllm_config: Any) -> None:
+    """Refuse an engine that computes as if what was loaded were not there: vLLM's MLA kernels on most CPUs.
+
+    vLLM then turns prefix caching off for itself, but goes on taking hits from a connector.
+    """
+    layers = tuple(name for group in offer.groups for name, spec in group.specs.items() if spec.kind in MLA_KINDS)
+    device = str(vllm_config.device_config.device_type)
+    if layers and device == "cpu" and not vllm_config.cache_config.enable_prefix_caching:
+        raise TransferRefused(Reason.PREFIX_UNREAD, {"device": device, "layers": layers})
 
 
 def _held(kv_caches: Mapping[str, Any], vllm_config: Any) -> dict[str, list[torch.Tensor]]:
@@ -265,17 +293,3 @@ def _held(kv_caches: Mapping[str, Any], vllm_config: Any) -> dict[str, list[torc
 
 def _tensors(cache: Any) -> Iterable[torch.Tensor]:
     return (cache,) if isinstance(cache, torch.Tensor) else (part for part in cache or () if isinstance(part, torch.Tensor))
-
-
-def _warnings(plan: Plan, *, prefix_caching: bool) -> Iterator[str]:
-    """What can be wrong with a registration that is right, and cannot be seen from here."""
-    if any(group.recurrent_state for group in plan.groups):
-        yield (
-            "this model keeps recurrent state: the LMCache server must run with --separate-object-groups, or a hit on part of a "
-            "stored prompt loads a state that was never computed; the server does not say whether it does"
-        )
-    if not prefix_caching and any(layer.layer.spec.kind in MLA_KINDS and layer.view.device.type == "cpu" for layer in plan.layers):
-        yield (
-            "vLLM has turned prefix caching off for this MLA model on CPU, and what its kernels compute after a hit differs from what "
-            "they compute without one"
-        )

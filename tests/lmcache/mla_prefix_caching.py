@@ -1,7 +1,8 @@
 """Imported before an engine is made: MLA on CPU keeps its own prefix cache, which vLLM turns off there.
 
-Its kernels do not compute the same after a hit as without one. So what was loaded from outside is held against what was
-found in the engine's own cache, which is computed on in the same way.
+Its kernels do not compute the same after a hit as without one, which is why kvreg refuses such an engine. Here it shows that
+the bytes are right: what was loaded from outside is held against what was found in the engine's own cache, and computed on
+from in the same way.
 """
 
 from typing import Any

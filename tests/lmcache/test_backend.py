@@ -17,9 +17,9 @@ from orchestrator.portal import run_sync
 from stages.edit import edit
 from stages.engine_groups import engine_groups
 from stages.errors import Reason, TransferRefused
-from stages.model import Plan
+from stages.model import Engine, Kind, LayerCache, LeafSpec, Offer, OfferedGroup, Plan
 from stages.validate import validate
-from tests.offers import BLOCK, hybrid
+from tests.offers import BLOCK, cache, hybrid
 
 pytestmark = pytest.mark.lmcache
 
@@ -62,8 +62,8 @@ def test_lmcaches_own_refusal_is_passed_on_in_its_words() -> None:
     assert isinstance(refused.value.__cause__, ValueError)
 
 
-def test_padded_pages_on_cpu_are_refused_with_the_bytes_that_would_fit() -> None:
-    """The CPU server would accept such pages and then store nothing; I am told the size that works."""
+def test_padded_pages_on_cpu_are_refused_with_the_numbers() -> None:
+    """The CPU server would accept such pages and then store nothing; I am told what it would copy of which stride."""
     good = plan()
     layer = good.layers[0]
     padded = torch.zeros(6 * 2048, dtype=torch.int8).as_strided((6, BLOCK, 1, 64), (2048, 64, 64, 1))
@@ -74,7 +74,26 @@ def test_padded_pages_on_cpu_are_refused_with_the_bytes_that_would_fit() -> None
     with pytest.raises(TransferRefused) as refused:
         check_reading(one, chunk_size_tokens=BLOCK)
     assert refused.value.reason is Reason.PADDED_PAGES_ON_CPU
-    assert (refused.value.facts["tight_bytes"], refused.value.facts["block_stride_bytes"]) == (BLOCK * 64, 2048)
+    assert (refused.value.facts["copied_bytes"], refused.value.facts["block_stride_bytes"]) == (BLOCK * 64, 2048)
+
+
+def gdn_on_cpu(token_bytes: int, tokens_per_block: int) -> Plan:
+    """What a gated-delta-net hybrid's engine hands over on CPU: 68,608 bytes of state in pages as long as its attention's."""
+    state_bytes, page_bytes = 68_608, token_bytes * tokens_per_block
+    spec = LeafSpec(Kind.MAMBA, tokens_per_block, page_bytes, 1, state_bytes, mamba_cache_mode="align")
+    states = torch.empty(4 * page_bytes, dtype=torch.int8).as_strided((4, 1, 1, state_bytes), (page_bytes, state_bytes, state_bytes, 1))
+    offer = Offer(Engine("test", "0"), (OfferedGroup(("state",), 4, {"state": spec}),), {"state": LayerCache((cache(states),))}, "LBHNC")
+    return engine_groups(edit(validate(offer)))
+
+
+def test_padded_pages_on_cpu_come_with_a_block_size_that_works_if_there_is_one() -> None:
+    """With one KV head of 32 the engine's default block pads the state, and I am told the flag by which it does not."""
+    with pytest.raises(TransferRefused, match="use --block-size 32, for blocks of 544 tokens; or a GPU") as refused:
+        check_reading(gdn_on_cpu(128, 640), chunk_size_tokens=640)
+    assert refused.value.reason is Reason.PADDED_PAGES_ON_CPU
+    check_reading(gdn_on_cpu(128, 544), chunk_size_tokens=544)
+    with pytest.raises(TransferRefused, match="no --block-size makes this model's pages equal"):
+        check_reading(gdn_on_cpu(512, 256), chunk_size_tokens=256)
 
 
 @pytest.mark.parametrize("mode", ["engine_driven", "auto", "ENGINE_DRIVEN"])

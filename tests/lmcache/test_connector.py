@@ -14,13 +14,19 @@ from lmcache.integration.vllm.lmcache_mp_metrics import LMCacheMPConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
 
 from metrics.counts import CountsObserver
-from metrics.observer import Outcome, Run
+from metrics.observer import Observer, Outcome, Run
 from orchestrator.config import KVRegConfig
 from orchestrator.connector import KVRegConnector, bypass
 from orchestrator.connector.bypass import Bypass
 from orchestrator.connector.kvreg import server_urls
 from orchestrator.connector.stats import ConnectorStats
 from orchestrator.engine_stats import RegistrationStats, drained
+from stages.edit import edit
+from stages.engine_groups import engine_groups
+from stages.errors import Reason, TransferError, TransferRefused
+from stages.model import Plan, Receipt
+from stages.validate import validate
+from tests.offers import hybrid
 
 pytestmark = pytest.mark.lmcache
 
@@ -83,6 +89,67 @@ def test_a_bypassed_worker_transfers_nothing() -> None:
     assert worker.get_kv_connector_stats() is None
     assert worker.get_handshake_metadata() == bypass.Handshake("a reason")
     worker.shutdown()
+
+
+class Backend:
+    """Takes a plan, or refuses it, and says which calls came."""
+
+    name = "told"
+
+    def __init__(self, refusal: TransferError | None = None) -> None:
+        self.refusal = refusal
+
+    async def register(self, plan: Plan) -> str:
+        if self.refusal:
+            raise self.refusal
+        return "told-1"
+
+    async def unregister(self, plan: Plan) -> None:
+        self.unregistered = plan
+
+
+class Recoveries(Observer):
+    """What became of plans that were sent again."""
+
+    def __init__(self) -> None:
+        self.seen: list[Outcome] = []
+
+    def recovered(self, run: Run, outcome: Outcome) -> None:
+        self.seen.append(outcome)
+
+
+def registered(backend: Backend) -> tuple[Any, Receipt, Recoveries]:
+    """A worker's connector that may bypass refusals, registered with a backend."""
+    worker: Any = bypassed(KVConnectorRole.WORKER)
+    worker.bypass = None
+    worker._backend, seen = backend, Recoveries()
+    worker._observers = (seen,)
+    worker._run = lambda: Run("run", "model", "worker", "0")
+    worker._receipt = receipt = Receipt(engine_groups(edit(validate(hybrid()))), backend.name, "told-1")
+    return worker, receipt, seen
+
+
+def test_a_worker_sleeps_and_wakes_with_the_same_plan() -> None:
+    """Before the sleep the server is told to forget the caches; after it the very same plan is registered, and counted."""
+    backend = Backend()
+    worker, receipt, seen = registered(backend)
+    worker.unregister_kv_caches()
+    assert backend.unregistered is receipt.plan
+    worker.restore_kv_caches()
+    assert worker._receipt.plan is receipt.plan
+    assert seen.seen == [Outcome.REGISTERED]
+
+
+def test_a_registered_worker_never_steps_aside_alone() -> None:
+    """The scheduler counts on it by then: a wake-up that fails, or a second registration, is an error under bypass too."""
+    refusal = TransferRefused(Reason.ALREADY_REGISTERED, {"registration": "told-1"})
+    worker, receipt, seen = registered(Backend(refusal))
+    with pytest.raises(TransferRefused):
+        worker.restore_kv_caches()
+    with pytest.raises(TransferRefused):
+        worker._refuse(refusal, worker._run())
+    assert (worker.bypass, worker._receipt) == (None, receipt)
+    assert seen.seen == [Outcome.FAILED]
 
 
 def test_one_refused_worker_bypasses_the_scheduler_and_through_it_every_worker(caplog: pytest.LogCaptureFixture) -> None:

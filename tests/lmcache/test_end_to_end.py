@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.check import Rejected, check
+from orchestrator.snapshot import read
+from stages.errors import Reason
 from tests.lmcache.harness import IDLE, KVREG, Engine, Server, server
 from tests.lmcache.matrix import BASELINE, CASES, CHUNK, HIT_TOKENS, TENSOR_PARALLEL, Case, compare, run, run_stock
 
@@ -36,6 +39,15 @@ def test_what_is_loaded_from_outside_generates_what_computing_would(case: Case, 
     assert fresh.hits == (HIT_TOKENS, HIT_TOKENS)
     assert first.equal, first
     assert fresh.equal, fresh
+
+
+def test_an_engine_that_would_not_read_what_it_loads_is_refused(folder: Path, running: Server) -> None:
+    """MLA on a CPU whose kernels know no cached prefix: the engine ends at once and says why, before any wrong answer."""
+    case = replace(CASES[-1], name="mla-as-it-is", prepare=None)
+    engine = Engine(folder, case.name, case.spec(folder, {**KVREG, "kv_connector_extra_config": running.transfer}, ("p",)))
+    assert engine.wait() != 0
+    assert "prefix_unread (device=cpu" in engine.text
+    assert "serve this model without a KV connector, or on a GPU" in engine.text
 
 
 def test_this_comparison_can_fail(folder: Path, running: Server) -> None:
@@ -77,8 +89,18 @@ def test_one_refused_worker_bypasses_the_cache_and_the_engine_serves(folder: Pat
 def test_a_chunk_that_fits_no_block_stops_the_engine_with_the_chunk_that_would(folder: Path, running: Server) -> None:
     """My server's chunk does not fit this model's blocks: the engine ends at once, and its last error names the size to set."""
     case = replace(CASES[2], name="llama-chunk", engine={"block_size": 64})
-    transfer = {**KVREG, "kv_connector_extra_config": running.transfer}
+    kept = folder / "kept-at-start"
+    transfer = {**KVREG, "kv_connector_extra_config": {**running.transfer, "kvreg.snapshot_dir": str(kept)}}
     engine = Engine(folder, "llama-chunk", case.spec(folder, transfer, ("p",)))
     assert engine.wait() != 0
     assert f"chunk_size_tokens={CHUNK} tokens_per_block=64" in engine.text
     assert "set LMCache's chunk size to 64 tokens or a multiple of it" in engine.text
+    snapshots = list(kept.iterdir())
+    assert snapshots
+    for file in snapshots:
+        replayed = check(read(file))
+        assert isinstance(replayed, Rejected)
+        assert {(rejection.reason, rejection.facts["chunk_size_tokens"]) for rejection in replayed.rejections} == {
+            (Reason.CHUNK_SIZE, CHUNK)
+        }
+        assert file.name.endswith("refused.kvreg.json")

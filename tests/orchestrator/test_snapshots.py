@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator import snapshot
+from orchestrator.check import Rejected, check
 from orchestrator.config import KVRegConfig
 from orchestrator.snapshots import keep_snapshot
+from stages.errors import Reason
 from stages.validate import validate
-from tests.offers import hybrid
+from tests.offers import BLOCK, hybrid
 
 
 def kept(folder: Path) -> list[str]:
@@ -27,6 +29,18 @@ def test_a_kept_snapshot_replays_to_the_same_answer(tmp_path: Path) -> None:
     assert name.endswith("-registered.kvreg.json")
     again = validate(snapshot.read(tmp_path / "new" / name))
     assert [layer.name for layer in again.layers] == [layer.name for layer in validate(offer).layers]
+
+
+def test_a_refusal_at_the_start_is_kept_and_replays_to_the_same_answer(tmp_path: Path) -> None:
+    """The engine ended before it had a single cache; at home its snapshot is refused for the same reason, and no other."""
+    offer = replace(hybrid(), caches={}, chunk_size_tokens=BLOCK + 1)
+    keep_snapshot(offer, KVRegConfig(snapshot_dir=tmp_path), refused=True)
+    (name,) = kept(tmp_path)
+    verdict, again = check(offer), check(snapshot.read(tmp_path / name))
+    assert isinstance(verdict, Rejected)
+    assert isinstance(again, Rejected)
+    assert again.rejections == verdict.rejections
+    assert {rejection.reason for rejection in again.rejections} == {Reason.CHUNK_SIZE}
 
 
 def test_their_number_is_bounded_and_the_newest_stay(tmp_path: Path) -> None:

@@ -213,6 +213,15 @@ def test_groups_alone_tell_what_needs_no_tensor() -> None:
     assert {rejection.reason for rejection in caught.value.rejections} == {Reason.MAMBA_CACHE_MODE, Reason.HOST_RESIDENT, Reason.CHUNK_SIZE}
 
 
+def test_before_there_are_caches_the_groups_alone_are_answered() -> None:
+    """A refusal at the connector's start replays as it was: no layer is blamed for a cache that did not exist yet."""
+    started = replace(respecced(hybrid(mode="none"), "l.0.attn", kind=Kind.CROSS_ATTENTION), caches={}, chunk_size_tokens=BLOCK)
+    assert {refusal.reason for refusal in refusals(started)} == {Reason.MAMBA_CACHE_MODE, Reason.CROSS_ATTENTION}
+    (chunk,) = {refusal.reason for refusal in refusals(replace(hybrid(), caches={}, chunk_size_tokens=BLOCK + 1))}
+    assert chunk is Reason.CHUNK_SIZE
+    assert {refusal.reason for refusal in refusals(replace(hybrid(), caches={}))} == {Reason.LAYER_WITHOUT_CACHE}
+
+
 def test_the_smallest_valid_chunk_is_a_multiple_of_every_group_of_all_ranks() -> None:
     """The chunk I am told to set fits attention over all context-parallel ranks, recurrent state, and auxiliary pools."""
     offer = replace(pool(hybrid(), "cb.aux_pool.32", 5, 4, 6), dcp_size=2, chunk_size_tokens=BLOCK)
