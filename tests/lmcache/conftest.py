@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 _MISSING = [name for name in ("lmcache", "vllm") if importlib.util.find_spec(name) is None]
-_THEIR_WARNING = "ignore:.LoggingHandler. in .opentelemetry-sdk. is deprecated:DeprecationWarning"
+THEIR_WARNING = "ignore:.LoggingHandler. in .opentelemetry-sdk. is deprecated:DeprecationWarning"
 """Raised wherever LMCache imports a module of its own for the first time, which may be in the middle of a test."""
 
 if not _MISSING:
@@ -23,4 +23,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let that one warning pass in the tests of this folder."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings(_THEIR_WARNING))
+            item.add_marker(pytest.mark.filterwarnings(THEIR_WARNING))

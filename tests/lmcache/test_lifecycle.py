@@ -1,19 +1,14 @@
 """A worker and its LMCache server through everything that can happen to the server: real server processes, killed for real.
 
-The worker here is LMCache's own adapter with kvreg's backend behind it, as the connector puts them together; there is no
-engine, whose start would take longer than all of this.
+There is no engine behind the worker (tests/lmcache/worker.py), whose start would take longer than all of this.
 """
 
-import json
 import logging
 import os
 import signal
 import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +16,16 @@ import pytest
 
 pytest.importorskip("lmcache", reason="LMCache is not installed")
 
-import zmq
-
 from metrics.observer import Outcome
-from orchestrator.backend.lmcache import LMCacheBackend, chunk_size_tokens
-from orchestrator.pipeline import Settings, register
+from orchestrator.backend.lmcache import chunk_size_tokens
 from orchestrator.portal import run_sync
 from orchestrator.recovery import Recovery
 from stages.errors import Reason, TransferRefused, TransferUnavailable
-from stages.model import Receipt
 from tests.lmcache.harness import Server
-from tests.offers import BLOCK, hybrid
+from tests.lmcache.worker import CHUNK, LONG_S, Worker, check_blocks_come_back, until
 from tests.orchestrator.test_recovery import RUN, Seen
 
 pytestmark = pytest.mark.lmcache
-
-CHUNK = 2 * BLOCK
-LONG_S = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -63,45 +51,12 @@ def server(_one_server: Server) -> Iterator[Server]:
         _one_server.process.send_signal(signal.SIGCONT)
 
 
-class Worker:
-    """LMCache's worker adapter and kvreg's backend, connected to a server."""
-
-    def __init__(self, server: Server) -> None:
-        from lmcache.integration.vllm.vllm_multi_process_adapter import LMCacheMPWorkerAdapter, ParallelStrategy
-
-        self.url = f"tcp://127.0.0.1:{server.port}"
-        self.adapter: Any = LMCacheMPWorkerAdapter(
-            self.url,
-            zmq.Context.instance(),
-            "model",
-            BLOCK,
-            ParallelStrategy(mla_only=False, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1),
-            extra_config={
-                "lmcache.mp.mp_transfer_mode": "lmcache_driven",
-                "lmcache.mp.heartbeat_interval": 2,
-                "lmcache.mp.mq_timeout": 60,
-            },
-        )
-        self.backend = LMCacheBackend(self.adapter)
-        self.offer = hybrid()
-
-    def register(self, timeout_s: float = LONG_S) -> Receipt:
-        """The whole pipeline, as the connector runs it."""
-        return run_sync(lambda: register(self.offer, self.backend, Settings(register_timeout_s=timeout_s)))
-
-    def known_to(self, server: Server) -> bool:
-        """Whether the server says that it holds this worker's caches."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/status", timeout=60) as answer:
-            return str(self.adapter.instance_id) in json.dumps(json.load(answer))
-
-
 @pytest.fixture
 def worker(server: Server) -> Iterator[Worker]:
     """A worker that is not registered yet."""
     one = Worker(server)
     yield one
-    one.adapter._mq_timeout = 1
-    one.adapter.shutdown()
+    one.close()
 
 
 @pytest.fixture
@@ -109,14 +64,6 @@ def beside() -> Iterator[Callable[[Callable[[], Any]], "Future[Any]"]]:
     """Run something in a thread beside the test."""
     with ThreadPoolExecutor(1) as thread:
         yield thread.submit
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition, generously."""
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.05)
 
 
 def freeze(server: Server) -> None:
@@ -165,17 +112,12 @@ def test_a_server_restart_is_recovered_from_with_the_same_plan(server: Server, w
 
 def test_a_restart_between_two_heartbeats_is_recovered_from_too(server: Server, worker: Worker) -> None:
     """The server restarts so fast that no heartbeat misses it; the first rejected transfer brings the worker back."""
-    from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
-
     worker.register()
-    seen, adapter, numbers = Seen(), worker.adapter, count(1)
+    seen, adapter = Seen(), worker.adapter
     adapter._reregister_kv_caches_callback = Recovery(worker.backend.resend, RUN, [seen], LONG_S)
 
     def store() -> Any:
-        request = f"request-{next(numbers)}"
-        operation = LoadStoreOp(token_ids=list(range(CHUNK)), block_ids=[[1, 2], [3, 4]], start=0, end=CHUNK)
-        adapter.submit_store_request(request, operation, adapter.create_recorded_event())
-        return adapter.store_futures.get(request)
+        return worker.store(list(range(CHUNK)), [[1, 2], [3, 4]])
 
     server.stop()
     server.start()
@@ -254,3 +196,8 @@ def test_stopping_in_the_middle_of_a_registration_ends_it(server: Server, worker
         registering.result(LONG_S)
     assert refused.value.reason is Reason.SHUTTING_DOWN
     assert worker.adapter.transfer_ctx is None
+
+
+def test_blocks_come_back_from_the_server_byte_for_byte(server: Server, worker: Worker) -> None:
+    """What my engine stored is loaded into other blocks, whole, and no other block changes."""
+    check_blocks_come_back(worker)
