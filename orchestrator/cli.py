@@ -1,7 +1,8 @@
-"""`kvreg`: check a registration's snapshot, show the rules, run the main job once.
+"""`kvreg`: check a registration's snapshot, plan one before there is an engine, show the rules, run the main job once.
 
-vLLM and LMCache are never imported here: a snapshot is checked on any machine that has torch. torch itself is imported
-by the commands, not by this module, so that `--help` and `--version` answer at once.
+vLLM and LMCache are never imported here: a snapshot is checked on any machine that has torch, and only `preflight` asks
+the engine border for vLLM. torch itself is imported by the commands, not by this module, so that `--help` and `--version`
+answer at once.
 """
 
 import json
@@ -88,6 +89,45 @@ def check(
         if len(answers) > 1:
             console.print(screen.tally(answers))
     raise typer.Exit(0 if all(isinstance(answer, Accepted) for answer in answers) else REJECTED)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def preflight(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A model's folder, or its config.json. It comes first.")],
+    assume: Annotated[str | None, typer.Option(help="Plan for another machine: cuda-sm90, cuda-sm100, rocm-gfx942 or cpu.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="For a pull request's comment.")] = False,
+    snapshot: Annotated[str | None, typer.Option(help="Write what would be registered, for kvreg check and kvreg demo.")] = None,
+) -> None:
+    """Plan a model's registration by the installed vLLM, with no weights, no device and no engine.
+
+    All other flags are vLLM's own (--tensor-parallel-size, --attention-backend, --block-size, ...) and mean what they mean to
+    `vllm serve`. Exit status: 0 accepted, 1 rejected, 2 no plan, and one line says why.
+    """
+    from orchestrator import screen
+    from orchestrator.engine.preflight.plan import plan
+    from orchestrator.preflight import answer, places
+    from orchestrator.preflight import as_json as json_of
+    from orchestrator.preflight_screen import markdown
+    from orchestrator.preflight_screen import preflight as shown
+    from orchestrator.snapshot import write
+
+    told = answer(model, plan(model, context.args, assume))
+    if snapshot is not None:
+        for path, offer in places(told, snapshot):
+            try:
+                write(offer, path)
+            except OSError as error:
+                print(f"kvreg: no snapshot: {error}", file=sys.stderr)
+                raise typer.Exit(UNUSABLE) from error
+    if as_json:
+        print(json.dumps(json_of(told)))
+    elif as_markdown:
+        print(markdown(told), end="")
+    else:
+        screen.console().print(shown(told))
+    raise typer.Exit(0 if told.accepted else REJECTED)
 
 
 @app.command()

@@ -6,6 +6,7 @@
     │   ├── TransferUnavailable              trying again can help: not reachable, no answer in time
     │   └── TransferRefused                  trying again cannot help: the backend said no
     ├── SnapshotInvalid (ValueError)         a file is not a snapshot of a registration
+    ├── PreflightImpossible                  a model and flags that no engine would start with, or that cannot be planned here
     ├── EngineUnsupported                    the engine does not describe its KV caches in a form that is read
     └── RuleRejected                         a rule's or check's verdict on one layer; a stage turns it into a Rejection
 
@@ -236,6 +237,18 @@ class SnapshotInvalid(KVRegError, ValueError):
 
     def __str__(self) -> str:
         return _one_line(f"{self.path}: {self.json_path}: {self.problem}")
+
+
+class PreflightImpossible(KVRegError):
+    """No plan for this model and these flags: `problem` says why, in the engine's words where it has some; `change` what to set."""
+
+    def __init__(self, problem: str, change: str) -> None:
+        super().__init__(problem, change)
+        self.problem = problem
+        self.change = change
+
+    def __str__(self) -> str:
+        return _one_line(self.problem + (f" (change {self.change})" if self.change else ""))
 
 
 class RuleRejected(KVRegError):

@@ -15,6 +15,7 @@ from stages.errors import (
     EngineUnsupported,
     Facts,
     KVRegError,
+    PreflightImpossible,
     Reason,
     RegistrationRejected,
     Rejection,
@@ -40,6 +41,7 @@ RAISED: list[KVRegError] = [
     TransferRefused(Reason.TRANSFER_REFUSED, FACTS),
     RuleRejected(Reason.WIDTH, FACTS),
     EngineUnsupported("vllm", "0.21", "kv_cache_interface\nof 0.22"),
+    PreflightImpossible("no such\narchitecture", "--model-impl"),
     SnapshotInvalid("a folder/a\nfile.json", "$.kv_caches['l.0']", "is null"),
 ]
 
