@@ -17,7 +17,7 @@ UNIT := not (engine or lmcache or observability or compat or gpu)
 REAL := (engine or lmcache or observability or compat) and not gpu
 ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: help demo check test compat e2e observe bench gpu clean
+.PHONY: help demo check test compat e2e zoo observe bench gpu clean
 
 help: ## say what each target does
 	@sed -n 's/^\([a-z0-9]*\):.* ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -40,6 +40,9 @@ compat: .venv/.engine ## the engine border on every vLLM release it serves
 
 e2e: .venv/.engine ## a real engine against a real LMCache server, as a table of runs
 	$(BIN)/python -m tests.lmcache.table
+
+zoo: .venv/.engine ## every model of the zoo planned on 1, 2, 4 and 8 ranks, as a table; rewrites docs/models.md
+	$(BIN)/python -m tests.zoo docs/models.md
 
 observe: .venv/.core .venv/.servers ## real Prometheus servers watching refused registrations, alerts firing
 	$(BIN)/python -m tests.observability.observe

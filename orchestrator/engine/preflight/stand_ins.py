@@ -34,6 +34,7 @@ class StandIn:
     __ror__ = __or__
 
     def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ARG002 - any call
+        """Nothing computes here. Raises PreflightImpossible, which names the kernel."""
         raise PreflightImpossible(f"vLLM wants to run {self._name} to plan this model, and no kernel runs here", "--assume")
 
 
