@@ -98,7 +98,7 @@ def preflight(
     assume: Annotated[str | None, typer.Option(help="Plan for another machine: cuda-sm90, cuda-sm100, rocm-gfx942 or cpu.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="For a pull request's comment.")] = False,
-    snapshot: Annotated[str | None, typer.Option(help="Write what would be registered, for kvreg check and kvreg demo.")] = None,
+    snapshot: Annotated[str | None, typer.Option(help="Write what would be registered, for kvreg check.")] = None,
 ) -> None:
     """Plan a model's registration by the installed vLLM, with no weights, no device and no engine.
 

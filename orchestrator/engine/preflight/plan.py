@@ -72,9 +72,10 @@ def plan(model: str, flags: Sequence[str], assumed: str | None = None, *, every_
     `model` is a folder with a config.json, or the file itself; `flags` are vLLM's own. Without `every_rank` only the first
     tensor-parallel rank of each pipeline stage is planned: vLLM itself insists that the others have the same specs.
     """
+    folder = _folder(model)
     target = assume(assumed)
     with refused():
-        arguments, given = _arguments(_folder(model), flags)
+        arguments, given = _arguments(folder, flags)
         vllm_config = arguments.create_engine_config()
         parallel = vllm_config.parallel_config
         if getattr(vllm_config.speculative_config, "draft_model_config", None) is not None:
