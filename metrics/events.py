@@ -120,8 +120,8 @@ class EventObserver:
         """Say what the stage made, and for edited layers which rule edited how many of which group."""
         self._log.info("registration.stage.finished", **run_fields(run), stage=stage.value, duration_s=duration_s, **_made(result))
         if isinstance(result, Edited):
-            for (group, rule), names in _edited(result).items():
-                fields = {"group": group, "rule": rule, **_layers(tuple(names))}
+            for (group, rule), names in result.applied.items():
+                fields = {"group": group, "rule": rule, **_layers(names)}
                 self._log.info("kv_group.edited", **run_fields(run), stage=stage.value, **fields)
         if isinstance(result, Receipt):
             self._receipts[run.run_id] = result
@@ -176,15 +176,6 @@ def _made(result: StageResult) -> dict[str, object]:
     if isinstance(result, Plan):
         return {"groups": len(result.groups), "layers": len(result.layers), "excluded": len(result.excluded)}
     return {"layers": len(result.layers), "excluded": len(result.excluded)}
-
-
-def _edited(result: Edited) -> dict[tuple[int, str], list[str]]:
-    """The edited layers' names by group and rule."""
-    names: dict[tuple[int, str], list[str]] = {}
-    for layer in result.layers:
-        if layer.rule is not None:
-            names.setdefault((layer.layer.group, layer.rule), []).append(layer.layer.name)
-    return names
 
 
 def _refused(rejection: Rejection) -> dict[str, object]:

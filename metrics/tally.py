@@ -86,9 +86,8 @@ class Tally:
         worker = worker_of(run)
         self._sink.observe(STAGE_DURATION, (*worker.label_values, stage.value), duration_s)
         if isinstance(result, Edited):
-            for layer in result.layers:
-                if layer.rule is not None:
-                    self._sink.add(RULE_APPLICATIONS, (*worker.label_values, stage.value, self._rule(stage, layer.rule)), 1)
+            for (_, rule), names in result.applied.items():
+                self._sink.add(RULE_APPLICATIONS, (*worker.label_values, stage.value, self._rule(stage, rule)), len(names))
         if isinstance(result, Receipt):
             plan = result.plan
             self._registered(worker, len(plan.groups), len(plan.layers), plan.registered_bytes)

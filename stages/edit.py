@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from stages.errors import Reason, RegistrationRejected, Rejection, RuleRejected, Stage, reject
-from stages.model import Edited, EditedLayer, Layer, Layout, Validated
+from stages.model import Edited, EditedLayer, Layer, Layout, Paging, TransferPage, Validated
 from stages.pages import opaque_page, read_page, two_plane_page
-from stages.proof import overlapping, prove
+from stages.proof import overlapping, prove, within_storage
 from stages.rules import RULES
 from stages.rules.rule import Edit, Rule
 
@@ -20,85 +20,119 @@ IDENTITY_SPLIT_VIEW = "identity-split-view"
 MOST_SYNTHETIC_HEADS = 1024
 """How many heads a page may be split over to be told apart; a page that needs more is refused."""
 
+_LARGEST_ELEMENT_BYTES = 16
+"""Of any dtype; begins that differ by a multiple of it are reached by a whole number of elements."""
+
 
 def edit(validated: Validated, rules: tuple[Rule, ...] = RULES) -> Edited:
     """Every layer as the transfer will read it, or RegistrationRejected with every layer that cannot be proven."""
-    rejections: list[Rejection] = []
+    layout = validated.layout
     edited: list[EditedLayer] = []
+    rejections: list[Rejection] = []
+    proven: dict[object, Paging] = {}
+    told_apart: dict[object, Paging] = {}
+    taken: dict[object, object] = {}
     for layer in validated.layers:
-        rule = next((rule for rule in rules if rule.matches(layer, validated.layout)), None)
+        alike = _alike(layer)
+        paging, rule = told_apart.get((layer.group, alike)), None
         try:
-            edited.append(_edit(layer, rule, validated.layout))
+            if paging is None:
+                paging = proven.get(alike)
+                if paging is None:
+                    rule = next((rule for rule in rules if rule.matches(layer, layout)), None)
+                    paging = proven[alike] = _edit(layer, rule, layout)
+                paging = told_apart[layer.group, alike] = _told_apart(layer, paging, layout, taken)
+            edited.append(_paged(layer, paging))
         except RuleRejected as refusal:
-            rejections.append(_rejection(layer, rule.name if rule else None, refusal))
-    edited = list(_told_apart(edited, validated.layout, rejections))
+            rejections.append(_rejection(layer, paging.rule if paging else rule.name if rule else None, refusal))
     rejections += [_rejection(other.layer, other.rule, refusal) for other, refusal in overlapping(edited)]
     if rejections:
         raise RegistrationRejected(tuple(_merged(rejections)))
-    return Edited(validated.offer, validated.layout, tuple(edited), validated.excluded)
+    return Edited(validated.offer, layout, tuple(edited), validated.excluded, _applied(edited))
 
 
-def _edit(layer: Layer, rule: Rule | None, layout: Layout) -> EditedLayer:
-    """One layer edited and proven. Raises RuleRejected."""
+def _alike(layer: Layer) -> object:
+    """All that a rule may look at, and a proof does: layers of which this is equal are edited and proven once.
+
+    They differ in where they begin, by a multiple of every element size. Where their storage ends is looked at only
+    where it cuts a last page's padding short.
+    """
+    geometry, begin = layer.geometry, layer.begin_bytes
+    left_bytes = layer.cache.tensors[0].storage_size_bytes - begin
+    return geometry, left_bytes if left_bytes < geometry.reach_bytes else None, begin % _LARGEST_ELEMENT_BYTES
+
+
+def _edit(layer: Layer, rule: Rule | None, layout: Layout) -> Paging:
+    """A layer's proven view. Raises RuleRejected."""
     edit = rule.apply(layer, layout) if rule else Edit(layer.raw, layer.block_dim, opaque=False)
     return _proven(layer, edit, rule.name if rule else None, layout)
 
 
-def _proven(layer: Layer, edit: Edit, rule: str | None, layout: Layout) -> EditedLayer:
-    if edit.view.untyped_storage()._cdata != layer.raw.untyped_storage()._cdata:
-        raise reject(Reason.NOT_A_VIEW, shape=tuple(edit.view.shape))
-    page = read_page(edit.view, layout)
+def _proven(layer: Layer, edit: Edit, rule: str | None, layout: Layout) -> Paging:
+    view, num_blocks = edit.view, layer.geometry.owned.num_blocks
+    if view.untyped_storage()._cdata != layer.raw.untyped_storage()._cdata:
+        raise reject(Reason.NOT_A_VIEW, shape=tuple(view.shape))
+    page = read_page(view, layout)
     if page is None or (len(layer.cache.tensors) > 1 and rule is None):
-        raise reject(Reason.UNREADABLE_VIEW, kind=layer.spec.kind, shape=tuple(edit.view.shape), stride=edit.view.stride())
+        raise reject(Reason.UNREADABLE_VIEW, kind=layer.spec.kind, shape=tuple(view.shape), stride=view.stride())
     prove(layer, page)
-    if edit.view.shape[edit.block_dim : edit.block_dim + 1] != (layer.owned.num_blocks,):
-        raise reject(Reason.BLOCK_COUNT, shape=tuple(edit.view.shape), block_dim=edit.block_dim, num_blocks=layer.owned.num_blocks)
-    return EditedLayer(layer, edit.view, edit.block_dim, page, rule, edit.opaque)
+    if view.shape[edit.block_dim : edit.block_dim + 1] != (num_blocks,):
+        raise reject(Reason.BLOCK_COUNT, shape=tuple(view.shape), block_dim=edit.block_dim, num_blocks=num_blocks)
+    begin_bytes = int(view.storage_offset()) * view.element_size() - layer.begin_bytes
+    page = page.moved(-layer.begin_bytes)
+    return Paging(tuple(view.shape), view.stride(), begin_bytes, page, edit.block_dim, rule, edit.opaque)
 
 
-def _told_apart(edited: list[EditedLayer], layout: Layout, rejections: list[Rejection]) -> Iterator[EditedLayer]:
-    """Layers of one group that look alike to the transfer but must be copied differently, made to look different.
+def _paged(layer: Layer, paging: Paging) -> EditedLayer:
+    """A layer under a view that was proven for it or one like it. Raises RuleRejected.
+
+    The proof compares bytes of one layer with each other, so it holds wherever the layer begins. What does not move
+    along is the end of the storage, which is looked at here, and the other layers, which `overlapping` looks at.
+    """
+    part, begin, page = layer.cache.tensors[0], layer.begin_bytes, paging.page
+    within_storage(page.planned, begin, part.storage_size_bytes)
+    if paging.rule is None:
+        return EditedLayer(layer, part.tensor, paging)
+    # No elements of any dtype re-view as another dtype; a permuted page may not.
+    typed = part.tensor if part.tensor.dtype is page.dtype else part.tensor.as_strided((0,), (1,), 0).view(page.dtype)
+    return EditedLayer(layer, typed.as_strided(paging.shape, paging.stride, (begin + paging.begin_bytes) // page.dtype.itemsize), paging)
+
+
+def _told_apart(layer: Layer, paging: Paging, layout: Layout, taken: dict[object, object]) -> Paging:
+    """The view of a layer that looks like one `taken` before it but must be copied differently, made to look different.
 
     The transfer copies layers of one identity by the first one's stride, tokens and window, and takes layers whose views
     have one shape and dtype for one format, the first one's. A later layer that differs is viewed with its slot's bytes
-    split over more synthetic heads: the same bytes under a shape and an identity of their own.
+    split over more synthetic heads: the same bytes under a shape and an identity of their own. Raises RuleRejected.
     """
-    seen: dict[object, object] = {}
-    for layer in edited:
-        told = next((view for view in _lookalikes(layer, layout) if _agrees(seen, view)), None)
-        if told is None:
-            stride, tokens = layer.page.planned.stride_bytes, layer.layer.tokens_per_block
-            refusal = reject(Reason.TRANSFER_IDENTITY_SHARED, block_stride_bytes=stride, tokens_per_block=tokens)
-            rejections.append(_rejection(layer.layer, layer.rule, refusal))
-        else:
-            seen.update(_assumed(told))
-            yield told
+    for told in _lookalikes(layer, paging, layout):
+        assumed = _assumed(layer, told)
+        if all(taken.get(key, value) == value for key, value in assumed.items()):
+            taken.update(assumed)
+            return told
+    stride, tokens = paging.page.planned.stride_bytes, layer.tokens_per_block
+    raise reject(Reason.TRANSFER_IDENTITY_SHARED, block_stride_bytes=stride, tokens_per_block=tokens)
 
 
-def _assumed(edited: EditedLayer) -> dict[object, object]:
+def _assumed(layer: Layer, paging: Paging) -> dict[object, object]:
     """What the transfer takes for granted of every layer of a group: by identity, and by shape and dtype."""
-    layer, page = edited.layer, edited.page
+    page, spec = paging.page, layer.spec
     return {
-        (layer.group, page.identity): (page.planned.stride_bytes, layer.tokens_per_block, layer.spec.window_tokens, layer.spec.recurrent),
-        (layer.group, tuple(edited.view.shape), page.dtype): page.format,
+        (layer.group, page.identity): (page.planned.stride_bytes, layer.tokens_per_block, spec.window_tokens, spec.recurrent),
+        (layer.group, paging.shape, page.dtype): page.format,
     }
 
 
-def _agrees(seen: dict[object, object], edited: EditedLayer) -> bool:
-    return all(seen.get(key, value) == value for key, value in _assumed(edited).items())
-
-
-def _lookalikes(edited: EditedLayer, layout: Layout) -> Iterator[EditedLayer]:
-    """The layer itself, then the same bytes under other identities, each proven."""
-    yield edited
-    for edit in _other_pages(edited, layout):
+def _lookalikes(layer: Layer, paging: Paging, layout: Layout) -> Iterator[Paging]:
+    """A layer's view itself, then the same bytes under other identities, each proven."""
+    yield paging
+    for edit in _other_pages(layer, paging.page, layout):
         with suppress(RuleRejected):
-            yield _proven(edited.layer, edit, edited.rule or IDENTITY_SPLIT_VIEW, layout)
+            yield _proven(layer, edit, paging.rule or IDENTITY_SPLIT_VIEW, layout)
 
 
-def _other_pages(edited: EditedLayer, layout: Layout) -> Iterator[Edit]:
+def _other_pages(layer: Layer, page: TransferPage, layout: Layout) -> Iterator[Edit]:
     """A page's bytes as one run a block, its slots split over 1, 2, 3, … heads; as K and V planes where it is two runs."""
-    layer, page = edited.layer, edited.page
     if len(layer.owned.runs) > 1 and page.planes == 2:
         yield Edit(two_plane_page(layer, layout), block_dim=1)
         return
@@ -106,6 +140,14 @@ def _other_pages(edited: EditedLayer, layout: Layout) -> Iterator[Edit]:
     for heads in range(1, min(columns, MOST_SYNTHETIC_HEADS) + 1):
         if columns % heads == 0:
             yield Edit(opaque_page(layer, layout, page.dtype, page.slots, columns // heads, heads))
+
+
+def _applied(edited: list[EditedLayer]) -> dict[tuple[int, str], tuple[str, ...]]:
+    names: dict[tuple[int, str], list[str]] = {}
+    for layer, _, paging in edited:
+        if paging.rule is not None:
+            names.setdefault((layer.group, paging.rule), []).append(layer.name)
+    return {what: tuple(layers) for what, layers in names.items()}
 
 
 def _rejection(layer: Layer, rule: str | None, refusal: RuleRejected) -> Rejection:

@@ -9,35 +9,42 @@ import hashlib
 
 import torch
 
-from stages.model import Edited, EditedLayer, EngineGroup, Plan
+from stages.model import Edited, EditedLayer, EngineGroup, Paging, Plan
 
 
 def engine_groups(edited: Edited) -> Plan:
     """The plan: tensors in registration order and the groups that refer to them by position."""
     indices: dict[object, list[int]] = {}
+    members_of: dict[Paging, list[int]] = {}
     for index, layer in enumerate(edited.layers):
-        indices.setdefault((layer.layer.group, layer.page.identity), []).append(index)
+        members = members_of.get(layer.paging)
+        if members is None:
+            members = members_of[layer.paging] = indices.setdefault((layer.layer.group, layer.paging.page.identity), [])
+        members.append(index)
     groups = tuple(_group(edited, members) for members in indices.values())
     return Plan(edited.offer, edited.layout, edited.layers, groups, edited.excluded)
 
 
 def _group(edited: Edited, members: list[int]) -> EngineGroup:
     layers = [edited.layers[index] for index in members]
-    first = layers[0]
+    first, page = layers[0], layers[0].paging.page
+    pagings = {layer.paging: layer for layer in layers}
+    orders = {paging: repr(_byte_order(layer)) for paging, layer in pagings.items()}
     return EngineGroup(
         engine_group_id=first.layer.group,
         layer_indices=tuple(members),
         tokens_per_block=first.layer.tokens_per_block,
         sw_size_tokens=first.layer.spec.window_tokens,
-        extra_object_group_tag=first.layer.extra_object_group_tag,
+        # LMCache's auxiliary page pools live in engine groups after the engine's own, and are tagged 1, 2, …
+        extra_object_group_tag=max(first.layer.group - len(edited.offer.groups) + 1, 0),
         recurrent_state=first.layer.spec.recurrent,
         layer_names=tuple(layer.layer.name for layer in layers),
-        slots_per_block=first.page.slots,
-        block_bytes=first.page.planned.size_bytes,
-        block_stride_bytes=first.page.planned.stride_bytes,
-        num_blocks=first.page.planned.num_blocks,
-        opaque=any(layer.opaque for layer in layers),
-        layout_fingerprint=hashlib.sha256(repr([_byte_order(layer) for layer in layers]).encode()).hexdigest()[:16],
+        slots_per_block=page.slots,
+        block_bytes=page.planned.size_bytes,
+        block_stride_bytes=page.planned.stride_bytes,
+        num_blocks=page.planned.num_blocks,
+        opaque=any(paging.opaque for paging in pagings),
+        layout_fingerprint=hashlib.sha256(f"[{', '.join(orders[layer.paging] for layer in layers)}]".encode()).hexdigest()[:16],
     )
 
 

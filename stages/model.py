@@ -7,9 +7,10 @@ Strides and offsets of tensors are in elements of their dtype; names that end in
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 
@@ -73,7 +74,7 @@ class LeafSpec:
     mamba_cache_mode: str | None = None
     prefix_cacheable: bool = True
     dcp_sharded: bool | None = None
-    described: Mapping[str, object] = field(default_factory=dict)
+    described: Mapping[str, object] = field(default_factory=dict, hash=False)
     """What no stage decides by (class name, heads, dtype, state shapes, …), kept so that a snapshot shows it."""
 
     @property
@@ -125,6 +126,12 @@ class OfferedGroup:
     block_size: int | None = None
     transferable: bool = True
     host_resident: bool = False
+
+    @property
+    def leaf_specs(self) -> tuple[LeafSpec, ...]:
+        """The specs of its layers, each object once: the engine gives most layers of a group the same one."""
+        specs = list(map(self.specs.get, self.layer_names))
+        return tuple(spec for spec in dict(zip(map(id, specs), specs, strict=True)).values() if spec is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +201,16 @@ class BlockRuns:
     runs: tuple[Run, ...]
     stride_bytes: int
     num_blocks: int
+    extent: Run = field(init=False, repr=False, compare=False)
+    """From the first byte of the first block to the last of the last."""
+
+    def __post_init__(self) -> None:
+        end = self.stop + max(self.num_blocks - 1, 0) * self.stride_bytes
+        object.__setattr__(self, "extent", Run(self.start, end))
+
+    def moved(self, by_bytes: int) -> "BlockRuns":
+        """The same blocks further on."""
+        return BlockRuns(tuple(Run(run.start + by_bytes, run.stop + by_bytes) for run in self.runs), self.stride_bytes, self.num_blocks)
 
     @property
     def size_bytes(self) -> int:
@@ -211,20 +228,60 @@ class BlockRuns:
         return self.runs[-1].stop if self.runs else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """A layer to be transferred, with the bytes each block owns as the *raw* tensors say; no rule has touched it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Geometry:
+    """All that layers share which differ only in where they begin: one object for all of them, equal to itself alone.
 
-    name: str
-    group: int
+    Shape, stride and dtype of their tensors are the same, and so is what follows from them and their spec.
+    """
+
     spec: LeafSpec
-    cache: LayerCache
     block_dim: int
     pages_per_block: int
     owned: BlockRuns
+    """What each block owns as the *raw* tensors say, counted from where a layer begins."""
+    reach_bytes: int
+    """From where a layer begins to the end of its last page, all padding included."""
     tokens_per_block: int
-    extra_object_group_tag: int = 0
-    """Above 0 for LMCache's auxiliary page pools, which live in engine groups after the engine's own."""
+
+
+class Layer(NamedTuple):
+    """A layer to be transferred, with the bytes each block owns; no rule has touched it.
+
+    A tuple, because there is one for every layer: freezing a dataclass's fields costs several times as much.
+    """
+
+    name: str
+    cache: LayerCache
+    group: int
+    geometry: Geometry
+    begin_bytes: int
+    """Where in its storage the layer begins: the first byte of its first tensor."""
+
+    @property
+    def spec(self) -> LeafSpec:
+        """The layer's own spec."""
+        return self.geometry.spec
+
+    @property
+    def block_dim(self) -> int:
+        """Which dim of its tensors counts blocks."""
+        return self.geometry.block_dim
+
+    @property
+    def pages_per_block(self) -> int:
+        """Kernel pages of one block."""
+        return self.geometry.pages_per_block
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens one block id stands for."""
+        return self.geometry.tokens_per_block
+
+    @property
+    def owned(self) -> BlockRuns:
+        """The bytes of its storage that each block owns."""
+        return self.geometry.owned.moved(self.begin_bytes)
 
     @property
     def raw(self) -> torch.Tensor:
@@ -283,18 +340,56 @@ class TransferPage:
         """What the transfer groups layers by; the block stride is not in it, so equal identities must have equal strides."""
         return (self.format, self.dtype, self.planes, self.heads, self.width, self.slots)
 
+    def moved(self, by_bytes: int) -> "TransferPage":
+        """The same reading of a view that starts further on."""
+        return replace(self, planned=self.planned.moved(by_bytes))
 
-@dataclass(frozen=True, slots=True)
-class EditedLayer:
-    """A layer as it will be registered: `view` is the raw tensor itself where no rule was needed."""
 
-    layer: Layer
-    view: torch.Tensor = field(repr=False)  # as above
-    block_dim: int
+@dataclass(frozen=True, slots=True, eq=False)
+class Paging:
+    """A view that was proven, but for where it begins: one object for all layers it is proven for, equal to itself alone."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    begin_bytes: int
+    """The view's first byte, counted from where a layer begins."""
     page: TransferPage
+    """Its `planned` counts from where a layer begins, too."""
+    block_dim: int
     rule: str | None = None
     opaque: bool = False
     """The view's inner dims are addressing only: valid for byte transport, not for reading heads or tokens."""
+
+
+class EditedLayer(NamedTuple):
+    """A layer as it will be registered: `view` is the raw tensor itself where no rule was needed. A tuple, as `Layer` is."""
+
+    layer: Layer
+    view: torch.Tensor
+    paging: Paging
+
+    def __repr__(self) -> str:
+        return f"EditedLayer(layer={self.layer!r}, paging={self.paging!r})"  # as above: printing a tensor reads its bytes
+
+    @property
+    def page(self) -> TransferPage:
+        """What the transfer reads from the view, in bytes of the layer's storage."""
+        return self.paging.page.moved(self.layer.begin_bytes)
+
+    @property
+    def block_dim(self) -> int:
+        """Which dim of the view counts blocks."""
+        return self.paging.block_dim
+
+    @property
+    def rule(self) -> str | None:
+        """The rule that made the view."""
+        return self.paging.rule
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the view's inner dims are addressing only."""
+        return self.paging.opaque
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +400,8 @@ class Edited:
     layout: Layout
     layers: tuple[EditedLayer, ...]
     excluded: tuple[ExcludedLayer, ...]
+    applied: Mapping[tuple[int, str], tuple[str, ...]]
+    """Which rule edited which layers of which group: names by group and rule."""
 
 
 # ----------------------------------------------------------------------------------------------- what is planned and kept
@@ -344,7 +441,7 @@ class Plan:
     @property
     def registered_bytes(self) -> int:
         """Bytes of all blocks of all layers that a transfer may touch."""
-        return sum(layer.page.planned.size_bytes * layer.page.planned.num_blocks for layer in self.layers)
+        return sum(group.block_bytes * group.num_blocks * len(group.layer_indices) for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,14 @@ on metadata only: it holds for every block, reads no byte of a tensor and works 
 
 from collections.abc import Iterable, Iterator
 from math import gcd
+from operator import itemgetter
+from typing import TypeAlias
 
 from stages.errors import Reason, RuleRejected, reject
 from stages.model import BlockRuns, EditedLayer, Layer, Run, TransferPage
+
+_Placed: TypeAlias = tuple[int, int, EditedLayer]
+"""A layer after the first and the last byte of its storage that a transfer of it may touch."""
 
 
 def prove(layer: Layer, page: TransferPage) -> None:
@@ -28,9 +33,7 @@ def prove(layer: Layer, page: TransferPage) -> None:
     missed = sum(run.stop - run.start for run in minus(owned.runs, planned.runs))
     if missed:
         raise reject(Reason.BYTES_MISSED, missed_bytes=missed, owned_bytes=owned.size_bytes)
-    end = planned.stop + (owned.num_blocks - 1) * owned.stride_bytes
-    if planned.start < 0 or end > layer.storage_size_bytes:
-        raise reject(Reason.PAST_STORAGE, end_bytes=end, storage_bytes=layer.storage_size_bytes)
+    within_storage(planned, 0, layer.storage_size_bytes)
     for run in planned.runs:
         for other in owned.runs:
             if reaches_another_block(run, other, owned.stride_bytes, owned.num_blocks):
@@ -41,16 +44,28 @@ def prove(layer: Layer, page: TransferPage) -> None:
         raise reject(Reason.BYTES_BEYOND_PADDING, beyond_bytes=beyond, page_size_bytes=spec.page_size_bytes)
 
 
+def within_storage(planned: BlockRuns, begin_bytes: int, storage_size_bytes: int) -> None:
+    """Raise RuleRejected where a transfer that begins there would leave the storage: the one part of a proof that asks where."""
+    end_bytes = begin_bytes + planned.extent.stop
+    if planned.num_blocks and (begin_bytes + planned.extent.start < 0 or end_bytes > storage_size_bytes):
+        raise reject(Reason.PAST_STORAGE, end_bytes=end_bytes, storage_bytes=storage_size_bytes)
+
+
 def overlapping(layers: Iterable[EditedLayer]) -> Iterator[tuple[EditedLayer, RuleRejected]]:
     """Layers whose planned bytes reach a layer that is live under the same block ids (one group, one storage).
 
     Layers of different groups may overlay each other: a block id belongs to one group at a time.
     """
-    shared: dict[tuple[int, str], list[EditedLayer]] = {}
-    for edited in (edited for edited in layers if edited.layer.owned.num_blocks):
-        shared.setdefault((edited.layer.group, edited.layer.cache.tensors[0].storage), []).append(edited)
+    shared: dict[tuple[int, str], list[_Placed]] = {}
+    for edited in layers:
+        layer, planned = edited.layer, edited.paging.page.planned
+        if planned.num_blocks:
+            placed = (layer.begin_bytes + planned.extent.start, layer.begin_bytes + planned.extent.stop, edited)
+            shared.setdefault((layer.group, layer.cache.tensors[0].storage), []).append(placed)
     for group in shared.values():
-        yield from _overlapping_in_group(group)
+        for entangled in _entangled(group):
+            if not _all_apart([edited for *_, edited in entangled]):
+                yield from _overlapping_among(entangled)
 
 
 def minus(runs: tuple[Run, ...], others: tuple[Run, ...]) -> tuple[Run, ...]:
@@ -78,24 +93,59 @@ def reaches_another_block(run: Run, other: Run, stride_bytes: int, num_blocks: i
     return lowest <= highest and (lowest, highest) != (0, 0)
 
 
-def _overlapping_in_group(group: list[EditedLayer]) -> Iterator[tuple[EditedLayer, RuleRejected]]:
-    """Layers of one group and storage that cannot be shown to be apart from another.
+def _entangled(group: list[_Placed]) -> Iterator[list[_Placed]]:
+    """Layers whose extents meet, directly or through others, by where they begin. Those that meet no other are apart from all."""
+    together: list[_Placed] = []
+    reached = 0
+    for placed in sorted(group, key=itemgetter(0)):
+        start, stop, _ = placed
+        if start >= reached and len(together) > 1:
+            yield together
+        if start >= reached or not together:
+            together, reached = [placed], stop
+        else:
+            together.append(placed)
+            reached = max(reached, stop)
+    if len(together) > 1:
+        yield together
+
+
+def _all_apart(layers: list[EditedLayer]) -> bool:
+    """Whether layers of one stride, whose blocks interleave, are apart modulo it: each run ends before the next one begins.
+
+    One look at each run, where a pair of layers at a time is as many looks as there are pairs. False says nothing: strides
+    differ, or two runs of one layer meet.
+    """
+    planned = [edited.paging.page.planned for edited in layers]
+    period = planned[0].stride_bytes
+    if period == 0 or any(blocks.stride_bytes != period for blocks in planned):
+        return False
+    runs = sorted(
+        ((edited.layer.begin_bytes + run.start) % period, run.stop - run.start)
+        for edited, blocks in zip(layers, planned, strict=True)
+        for run in blocks.runs
+    )
+    starts = [start for start, _ in runs[1:]] + [runs[0][0] + period]
+    return all(start + size <= following for (start, size), following in zip(runs, starts, strict=True))
+
+
+def _overlapping_among(layers: list[_Placed]) -> Iterator[tuple[EditedLayer, RuleRejected]]:
+    """Layers that cannot be shown to be apart from another, of some that are sorted by where they begin.
 
     Layers are apart if their extents are; layers that interleave are apart if their blocks are modulo the stride.
     """
-    by_extent = sorted(group, key=lambda edited: _extent(edited.page.planned).start)
-    open_layers: list[EditedLayer] = []
+    before: list[tuple[int, BlockRuns, EditedLayer]] = []
     told: set[str] = set()
-    for edited in by_extent:
-        extent = _extent(edited.page.planned)
-        open_layers = [other for other in open_layers if _extent(other.page.planned).stop > extent.start]
-        met = next((other for other in open_layers if not _apart(edited.page.planned, other.page.planned)), None)
+    for start, stop, edited in layers:
+        planned = edited.page.planned
+        before = [other for other in before if other[0] > start]
+        met = next((other for _, against, other in before if not _apart(planned, against)), None)
         for one, other in ((edited, met), (met, edited)):
             # Either may be the one that reaches too far, so both are told, each once.
             if one is not None and other is not None and one.layer.name not in told:
                 told.add(one.layer.name)
                 yield one, reject(Reason.BYTES_OF_ANOTHER_LAYER, other_layer=other.layer.name)
-        open_layers.append(edited)
+        before.append((stop, planned, edited))
 
 
 def _apart(one: BlockRuns, other: BlockRuns) -> bool:
@@ -112,8 +162,3 @@ def _apart(one: BlockRuns, other: BlockRuns) -> bool:
             if distance < run.stop - run.start or distance + (against.stop - against.start) > period:
                 return False
     return True
-
-
-def _extent(blocks: BlockRuns) -> Run:
-    """From the first byte of the first block to the last of the last."""
-    return Run(blocks.start, blocks.stop + max(blocks.num_blocks - 1, 0) * blocks.stride_bytes)

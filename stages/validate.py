@@ -4,13 +4,27 @@ Checks collect every refusal and raise once, so that an operator sees all bad la
 stride only.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import lcm
 
 from stages.errors import Fact, Reason, RegistrationRejected, Rejection, RuleRejected, Stage, reject
 from stages.geometry import block_runs
-from stages.model import CacheTensor, ExcludedLayer, Exclusion, Kind, Layer, LayerCache, Layout, LeafSpec, Offer, OfferedGroup, Validated
+from stages.model import (
+    BlockRuns,
+    CacheTensor,
+    ExcludedLayer,
+    Exclusion,
+    Geometry,
+    Kind,
+    Layer,
+    LayerCache,
+    Layout,
+    LeafSpec,
+    Offer,
+    OfferedGroup,
+    Validated,
+)
 
 REUSABLE_MAMBA_MODES = frozenset({"align", "all"})
 """Modes that keep a state at block boundaries; the engine's "none" keeps only the running one."""
@@ -36,18 +50,14 @@ def validate(offer: Offer) -> Validated:
         refusals.raise_if_any()  # as at the connector's start, where there are no caches yet to miss
     group_of = _groups_of_layers(groups, refusals)
     layout = _layout(offer, refusals)
-    excluded = [ExcludedLayer(name, group, why) for name, group in group_of.items() if (why := _exclusion(groups[group]))]
+    exclusions = [_exclusion(group) for group in groups]
+    excluded = [ExcludedLayer(name, group, why) for name, group in group_of.items() if (why := exclusions[group])]
     excluded += _shared(offer, group_of, refusals)
     left_out = {layer.name for layer in excluded}
     for name, group in group_of.items():
         if name not in offer.caches and name not in left_out:
             refusals.add(Reason.LAYER_WITHOUT_CACHE, group, (name,))
-    layers = [
-        layer
-        for name in offer.caches
-        if name in group_of and name not in left_out
-        for layer in _layers(offer, name, group_of[name], groups[group_of[name]], refusals)
-    ]
+    layers = list(_layers(offer, groups, {name: group for name, group in group_of.items() if name not in left_out}, refusals))
     _check_storages(layers, refusals)
     refusals.raise_if_any()
     order = {name: index for index, name in enumerate(offer.caches)}
@@ -61,15 +71,23 @@ def check_groups(offer: Offer, refusals: "Refusals") -> None:
             continue
         if group.host_resident:
             refusals.add(Reason.HOST_RESIDENT, index, group.layer_names)
+        verdicts = {id(spec): _verdict(spec) for spec in (None, *group.leaf_specs)}
         for name in group.layer_names:
-            spec = group.specs.get(name)
-            if spec is None:
-                refusals.add(Reason.LAYER_WITHOUT_SPEC, index, (name,))
-            elif spec.kind in _REFUSED_KINDS:
-                refusals.add(_REFUSED_KINDS[spec.kind], index, (name,))
-            elif spec.recurrent and spec.mamba_cache_mode not in REUSABLE_MAMBA_MODES:
-                refusals.add(Reason.MAMBA_CACHE_MODE, index, (name,), mode=spec.mamba_cache_mode)
+            verdict = verdicts[id(group.specs.get(name))]
+            if verdict is not None:
+                refusals.add(verdict.reason, index, (name,), **verdict.facts)
     _check_chunk(offer, refusals)
+
+
+def _verdict(spec: LeafSpec | None) -> RuleRejected | None:
+    """Why no layer of this spec can be transferred."""
+    if spec is None:
+        return reject(Reason.LAYER_WITHOUT_SPEC)
+    if spec.kind in _REFUSED_KINDS:
+        return reject(_REFUSED_KINDS[spec.kind])
+    if spec.recurrent and spec.mamba_cache_mode not in REUSABLE_MAMBA_MODES:
+        return reject(Reason.MAMBA_CACHE_MODE, mode=spec.mamba_cache_mode)
+    return None
 
 
 @dataclass(slots=True)
@@ -97,20 +115,20 @@ def _exclusion(group: OfferedGroup) -> Exclusion | None:
     """Why no layer of a group is transferred. Scratch is the engine's own rule: *every* leaf keeps no reusable prefix."""
     if not group.transferable:
         return Exclusion.NOT_TRANSFERABLE
-    specs = [group.specs[name] for name in group.layer_names if name in group.specs]
+    specs = group.leaf_specs
     return Exclusion.SCRATCH if specs and not any(spec.prefix_cacheable for spec in specs) else None
 
 
 def _check_chunk(offer: Offer, refusals: Refusals) -> None:
     """Every transferred group's tokens per block must divide LMCache's chunk, or a chunk would end inside a block."""
-    tokens = {
-        index: lcm(*(spec.tokens_per_block(offer.dcp_size) for spec in group.specs.values()))
-        for index, group in enumerate(offer.groups)
-        if group.specs and not _exclusion(group)
-    }
     chunk = offer.chunk_size_tokens
     if chunk is None:
         return
+    tokens = {
+        index: lcm(*(spec.tokens_per_block(offer.dcp_size) for spec in group.leaf_specs))
+        for index, group in enumerate(offer.groups)
+        if group.leaf_specs and not _exclusion(group)
+    }
     for index, tokens_per_block in tokens.items():
         if chunk % tokens_per_block:
             refusals.add(
@@ -172,10 +190,10 @@ def _heads_first(part: CacheTensor, spec: LeafSpec) -> bool | None:
 
 def _shared(offer: Offer, group_of: dict[str, int], refusals: Refusals) -> Iterator[ExcludedLayer]:
     """Caches in no group: each must be an alias of a grouped layer's, whose transfer then moves its bytes too."""
-    owners = {_place(offer.caches[name]) for name in group_of if name in offer.caches}
-    for name, cache in offer.caches.items():
-        if name in group_of or name.startswith(AUX_POOL_PREFIX):
-            continue  # a pool that is in no group has been refused for its name
+    # A pool that is in no group has been refused for its name.
+    sharing = {name: cache for name, cache in offer.caches.items() if name not in group_of and not name.startswith(AUX_POOL_PREFIX)}
+    owners = {_place(cache) for name, cache in offer.caches.items() if name in group_of} if sharing else ()
+    for name, cache in sharing.items():
         if _place(cache) not in owners:
             refusals.add(Reason.CACHE_WITHOUT_GROUP, None, (name,))
         yield ExcludedLayer(name, None, Exclusion.SHARED)
@@ -194,24 +212,54 @@ def _place(cache: LayerCache) -> tuple[tuple[object, ...], ...]:
     )
 
 
-def _layers(offer: Offer, name: str, group: int, offered: OfferedGroup, refusals: Refusals) -> Iterator[Layer]:
-    """The layer with the bytes its blocks own; nothing where a spec is missing (already refused) or a tensor is wrong."""
-    spec = offered.specs.get(name)
-    if spec is None:
-        return
-    cache = offer.caches[name]
-    try:
-        dim, ratio, owned = block_runs(cache, spec, offered.num_blocks)
-        layer = Layer(name, group, spec, cache, dim, ratio, owned, spec.tokens_per_block(offer.dcp_size), _tag(offer, group))
-        _check_page(layer)
-        yield layer
-    except RuleRejected as refusal:
-        refusals.add(refusal.reason, group, (name,), **refusal.facts)
+def _layers(offer: Offer, groups: tuple[OfferedGroup, ...], group_of: Mapping[str, int], refusals: Refusals) -> Iterator[Layer]:
+    """The layers with the bytes their blocks own; none where a spec is missing (already refused) or a tensor is wrong.
+
+    Tensors are looked into once for all layers that differ only in where they begin: no check here depends on that.
+    """
+    seen: dict[object, Geometry] = {}
+    for name, cache in offer.caches.items():
+        group = group_of.get(name)
+        spec = None if group is None else groups[group].specs.get(name)
+        if group is None or spec is None:
+            continue
+        begin, structure = _structure(cache)
+        num_blocks = groups[group].num_blocks
+        alike = (id(spec), num_blocks, structure)
+        geometry = seen.get(alike)
+        if geometry is None:
+            try:
+                geometry = seen[alike] = _geometry(cache, begin, spec, num_blocks, spec.tokens_per_block(offer.dcp_size))
+            except RuleRejected as refusal:
+                refusals.add(refusal.reason, group, (name,), **refusal.facts)
+                continue
+        yield Layer(name, cache, group, geometry, begin)
 
 
-def _check_page(layer: Layer) -> None:
+def _structure(cache: LayerCache) -> tuple[int, object]:
+    """The first byte of a cache, and all of its tensors but that."""
+    first = cache.tensors[0]
+    tensor = first.tensor
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    if not cache.listed:
+        return begin, (tensor.dtype, tensor.shape, tensor.stride())
+    parts = [(part.tensor, part.storage == first.storage) for part in cache.tensors]
+    return begin, tuple(
+        (part.dtype, part.shape, part.stride(), part.storage_offset() * part.element_size() - begin, together) for part, together in parts
+    )
+
+
+def _geometry(cache: LayerCache, begin: int, spec: LeafSpec, num_blocks: int, tokens_per_block: int) -> Geometry:
+    """What a layer's tensors say about its blocks. Raises RuleRejected."""
+    dim, ratio, owned = block_runs(cache, spec, num_blocks)
+    _check_page(owned, spec)
+    owned = owned.moved(-begin)
+    reach = owned.start + max(num_blocks - 1, 0) * owned.stride_bytes + spec.page_size_bytes
+    return Geometry(spec, dim, ratio, owned, reach, tokens_per_block)
+
+
+def _check_page(owned: BlockRuns, spec: LeafSpec) -> None:
     """A block's registered bytes against the spec's page."""
-    owned, spec = layer.owned, layer.spec
     if owned.num_blocks == 0:
         return
     if owned.size_bytes < (spec.unpadded_page_size_bytes or 1):
@@ -224,10 +272,13 @@ def _check_storages(layers: list[Layer], refusals: Refusals) -> None:
     """Each storage against the last block cut from it. One that is too small was not made for these views, so every
     layer cut from it is refused: which of them would survive says nothing about the bytes they share."""
     end: dict[str, int] = {}
+    too_small = False
     for layer in layers:
-        storage, blocks = layer.cache.tensors[0].storage, layer.owned
-        end[storage] = max(end.get(storage, 0), blocks.stop + max(blocks.num_blocks - 1, 0) * blocks.stride_bytes)
-    for layer in layers:
+        part, owned = layer.cache.tensors[0], layer.geometry.owned
+        stop = layer.begin_bytes + owned.extent.stop if owned.runs else 0
+        too_small = too_small or stop > part.storage_size_bytes
+        end[part.storage] = max(end.get(part.storage, 0), stop)
+    for layer in layers if too_small else ():
         last = end[layer.cache.tensors[0].storage]
         if last > layer.storage_size_bytes:
             refusals.add(Reason.PAST_STORAGE, layer.group, (layer.name,), end_bytes=last, storage_bytes=layer.storage_size_bytes)
@@ -253,8 +304,3 @@ def _aux_groups(offer: Offer, refusals: Refusals) -> Iterator[OfferedGroup]:
 def _aux_spec(shape: tuple[int, ...], itemsize: int, tokens_per_block: int) -> LeafSpec:
     """`[NB, slots, C]`: replicated on every rank, so its tokens per block are never scaled."""
     return LeafSpec(Kind.MLA_ATTENTION, tokens_per_block, shape[1] * shape[2] * itemsize, shape[1], dcp_sharded=False)
-
-
-def _tag(offer: Offer, group: int) -> int:
-    """LMCache's object group tag: 0 for the engine's groups, 1, 2, … for auxiliary pools."""
-    return max(group - len(offer.groups) + 1, 0)

@@ -66,10 +66,14 @@ def leaf_spec(spec: Any) -> LeafSpec:
 
 
 def _group(config: compat.KVCacheConfig, group: compat.Group) -> OfferedGroup:
+    # One value for equal specs: layers are looked into once for each spec, and most of a group have one.
+    specs = compat.leaf_specs(group)
+    equal: dict[LeafSpec, LeafSpec] = {}
+    made = {key: equal.setdefault(leaf := leaf_spec(spec), leaf) for key, spec in {id(spec): spec for spec in specs.values()}.items()}
     return OfferedGroup(
         layer_names=tuple(group.layer_names),
         num_blocks=compat.num_blocks(config, group),
-        specs={name: leaf_spec(spec) for name, spec in compat.leaf_specs(group).items()},
+        specs={name: made[id(spec)] for name, spec in specs.items()},
         block_size=int(group.kv_cache_spec.block_size),
         transferable=compat.transferable(group),
         host_resident=compat.host_resident(group),

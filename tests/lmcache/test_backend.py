@@ -70,7 +70,7 @@ def test_padded_pages_on_cpu_are_refused_with_the_numbers() -> None:
     planned = replace(layer.page.planned, stride_bytes=2048)
     page = replace(layer.page, dtype=torch.int8, width=64, planned=planned)
     group = replace(good.groups[0], layer_indices=(0,), block_stride_bytes=2048, slots_per_block=BLOCK)
-    one = replace(good, layers=(replace(layer, view=padded, page=page),), groups=(group,))
+    one = replace(good, layers=(layer._replace(view=padded, paging=replace(layer.paging, page=page)),), groups=(group,))
     with pytest.raises(TransferRefused) as refused:
         check_reading(one, chunk_size_tokens=BLOCK)
     assert refused.value.reason is Reason.PADDED_PAGES_ON_CPU
