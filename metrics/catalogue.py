@@ -33,7 +33,7 @@ STAGE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 """Upper bounds in seconds: pure stages take milliseconds, a transfer up to its time limit."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Metric:
     """One metric: `labels` are its own, after the worker's; `series` every value they can take, one tuple a series."""
 

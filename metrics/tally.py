@@ -59,10 +59,11 @@ def rejections_of(cause: BaseException | None) -> tuple[Rejection, ...]:
 
 def declare(sink: Sink, worker: Worker) -> None:
     """Every series this worker will ever have, at zero, so that the first event is an increase."""
+    whose = worker.label_values
     for metric in METRICS:
         for labels in metric.series:
-            sink.declare(metric, worker.label_values + labels)
-    sink.put(BUILD_INFO, worker.label_values + BUILD_INFO.series[0], 1)
+            sink.declare(metric, whose + labels)
+    sink.put(BUILD_INFO, whose + BUILD_INFO.series[0], 1)
 
 
 class Tally:

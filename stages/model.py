@@ -210,6 +210,8 @@ class BlockRuns:
 
     def moved(self, by_bytes: int) -> "BlockRuns":
         """The same blocks further on."""
+        if by_bytes == 0:
+            return self
         return BlockRuns(tuple(Run(run.start + by_bytes, run.stop + by_bytes) for run in self.runs), self.stride_bytes, self.num_blocks)
 
     @property

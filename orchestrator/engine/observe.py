@@ -36,9 +36,10 @@ def observe(
         dcp_size = compat.dcp_size(vllm_config) if dcp_size is None else dcp_size
         model_name = compat.model_name(vllm_config) if model_name is None else model_name
         worker = compat.worker(vllm_config) if worker is None else worker
+    equal: dict[LeafSpec, LeafSpec] = {}
     return Offer(
         engine=compat.engine(),
-        groups=tuple(_group(kv_cache_config, group) for group in kv_cache_config.kv_cache_groups),
+        groups=tuple(_group(kv_cache_config, group, equal) for group in kv_cache_config.kv_cache_groups),
         caches=caches,
         layout=layout,
         dcp_size=dcp_size or 1,
@@ -65,10 +66,9 @@ def leaf_spec(spec: Any) -> LeafSpec:
     )
 
 
-def _group(config: compat.KVCacheConfig, group: compat.Group) -> OfferedGroup:
-    # One value for equal specs: layers are looked into once for each spec, and most of a group have one.
+def _group(config: compat.KVCacheConfig, group: compat.Group, equal: dict[LeafSpec, LeafSpec]) -> OfferedGroup:
+    """A group as offered. `equal` holds one value for all equal specs: the stages look into layers once for each spec."""
     specs = compat.leaf_specs(group)
-    equal: dict[LeafSpec, LeafSpec] = {}
     made = {key: equal.setdefault(leaf := leaf_spec(spec), leaf) for key, spec in {id(spec): spec for spec in specs.values()}.items()}
     return OfferedGroup(
         layer_names=tuple(group.layer_names),

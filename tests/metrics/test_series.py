@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from metrics.catalogue import METRICS, STAGE_DURATION, Worker
@@ -40,6 +41,23 @@ def test_what_was_written_is_read_back(
     }
     assert seen <= {worker}
     assert worker_of_text(text) == (Worker(*worker) if seen else None)
+
+
+@given(st.tuples(WORDS, WORDS, WORDS), st.lists(st.tuples(SERIES, st.floats())), st.lists(st.floats(0, 1e4)))
+def test_the_text_is_prometheus_client_s_own(
+    names: tuple[str, str, str], values: list[tuple[tuple[object, ...], float]], durations: list[float]
+) -> None:
+    """What we write is letter by letter what the reference client would, whatever the model's name and the numbers are."""
+    worker = Worker(*names).label_values
+    written = Series()
+    declare(written, Worker(*names))
+    for (metric, labels), value in values:
+        written.put(metric, worker + labels, value)  # type: ignore[arg-type, operator]
+    for duration in durations:
+        written.observe(STAGE_DURATION, (*worker, "edit"), duration)
+    registry = CollectorRegistry()
+    registry.register(written)
+    assert written.text() == generate_latest(registry).decode()
 
 
 @given(st.one_of(st.text(), st.from_regex(r'(kvreg_runs_total\{(model_name="(\\.|[^"])*",?)*\} [0-9.eE+-]*\n?)*')))
