@@ -107,6 +107,9 @@ def test_a_foreign_error_is_one_line_with_the_flag_to_change() -> None:
     with pytest.raises(PreflightImpossible) as told, refused():
         raise ValueError("the model's length\nis larger than 2048; lower --max-model-len or use another model")
     assert str(told.value) == "the model's length is larger than 2048; lower --max-model-len or use another model (change --max-model-len)"
+    with pytest.raises(PreflightImpossible) as advised, refused():
+        raise ValueError("not recognized: try `pip install --upgrade something`")
+    assert advised.value.change == ""
     with pytest.raises(PreflightImpossible, match=r"config\.json lacks what its architecture needs: 'hidden_size'"), refused():
         raise KeyError("hidden_size")
     with pytest.raises(PreflightImpossible, match=r"asserts otherwise, in .*test_preflight"), refused():

@@ -62,7 +62,7 @@ def assume(name: str | None) -> Target | None:
 
 def _quiet() -> None:
     """vLLM's log goes beside the answer, not into it, and nothing is sent anywhere or fetched."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # what it logs as an error it also raises
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -8,6 +8,9 @@ from stages.errors import KVRegError, PreflightImpossible
 
 _FLAG = re.compile(r"--[a-z][a-z0-9-]+")
 
+_COMMAND = re.compile(r"`[^`]*`")
+"""A command that a message advises; its flags are not the engine's."""
+
 _SENTENCE_CHARACTERS = 400
 
 
@@ -43,7 +46,7 @@ def _problems(error: Exception) -> list[str]:
 
 def _flag(error: Exception) -> str:
     """The flag that vLLM names in its message, or that spells a configuration field which is wrong; "" if it says neither."""
-    named = _FLAG.search(str(error))
+    named = _FLAG.search(_COMMAND.sub("", str(error)))
     if named:
         return named.group()
     problems = getattr(error, "errors", None)
