@@ -10,8 +10,10 @@ import os
 import random
 import threading
 import time
+from functools import cache
 from typing import Any
 
+import zmq
 from lmcache.utils import EngineType
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import ENV_MP_TRANSFER_MODE
@@ -164,13 +166,25 @@ def check_mode(adapter: Any, plan: Plan) -> None:
         raise TransferRefused(Reason.TRANSFER_MODE, {"mode": mode, "device": device})
 
 
+@cache
+def _asking() -> zmq.Context[zmq.Socket[bytes]]:
+    """The sockets' home of all who ask for a chunk size, and of nobody else; what one that closes has not sent is dropped.
+
+    LMCache closes a client's monitor before its socket. A socket that lingers then, because its server was not up, stops its
+    context's only thread once that server comes and goes, and with it every connection that shares the context.
+    """
+    context = zmq.Context()
+    context.setsockopt(zmq.LINGER, 0)
+    return context
+
+
 async def chunk_size_tokens(url: str, timeout_s: float) -> int:
     """The chunk size of the server at `url`, once it is up. Raises TransferUnavailable after `timeout_s` seconds.
 
     Asks again and again, a little irregularly so that many workers do not ask in step, and says so in the log.
     """
     began = time.monotonic()
-    client = foreign(RequestClientFactory.create, url)
+    client = foreign(lambda: RequestClientFactory.create(url, context=_asking()))
     try:
         while True:
             answer = foreign(client.get_chunk_size)

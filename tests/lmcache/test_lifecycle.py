@@ -6,9 +6,11 @@ There is no engine behind the worker (tests/lmcache/worker.py), whose start woul
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ import pytest
 
 pytest.importorskip("lmcache", reason="LMCache is not installed")
 
+from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
 from metrics.observer import Outcome
 from orchestrator.backend.lmcache import chunk_size_tokens
 from orchestrator.portal import run_sync
 from orchestrator.recovery import Recovery
 from stages.errors import Reason, TransferRefused, TransferUnavailable
-from tests.lmcache.harness import Server
+from tests.lmcache.harness import Server, free_port
 from tests.lmcache.worker import CHUNK, LONG_S, Worker, check_blocks_come_back, until
 from tests.orchestrator.test_recovery import RUN, Seen
 
@@ -147,6 +151,22 @@ def test_a_server_that_never_comes_ends_the_wait_with_its_address(server: Server
         run_sync(lambda: chunk_size_tokens(f"tcp://127.0.0.1:{server.port}", 0.3))
     assert error.value.reason is Reason.TRANSFER_UNREACHABLE
     assert str(server.port) in str(error.value)
+
+
+def test_a_question_that_was_given_up_stops_no_other_connection(server: Server) -> None:
+    """A server that comes and goes after a worker gave it up takes nobody else's connection in this process with it."""
+    port = free_port()
+    with pytest.raises(TransferUnavailable):
+        run_sync(lambda: chunk_size_tokens(f"tcp://127.0.0.1:{port}", 0.3))
+    with socket.create_server(("127.0.0.1", port)) as late:
+        late.settimeout(3)
+        with suppress(TimeoutError):
+            late.accept()[0].close()
+    client = RequestClientFactory.create(f"tcp://127.0.0.1:{server.port}")
+    try:
+        assert client.get_chunk_size().result(60) == CHUNK
+    finally:
+        client.close()
 
 
 def test_a_server_that_takes_the_plan_and_never_answers_ends_in_a_timeout(server: Server, worker: Worker) -> None:

@@ -45,7 +45,10 @@ class Worker:
     @property
     def _arguments(self) -> tuple[Any, ...]:
         alone = ParallelStrategy(mla_only=False, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1)
-        return zmq.Context.instance(), "model", BLOCK, alone
+        # A context of its own: what a worker leaves behind when its server is gone is nobody else's.
+        context = zmq.Context()
+        context.setsockopt(zmq.LINGER, 0)
+        return context, "model", BLOCK, alone
 
     def register(self, timeout_s: float = LONG_S) -> Receipt:
         """The whole pipeline, as the connector runs it."""
