@@ -17,7 +17,7 @@ UNIT := not (engine or lmcache or observability or compat or gpu)
 REAL := (engine or lmcache or observability or compat) and not gpu
 ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: help demo check test compat e2e zoo observe bench gpu clean
+.PHONY: help demo check test fuzz compat e2e zoo observe bench gpu clean
 
 help: ## say what each target does
 	@sed -n 's/^\([a-z0-9]*\):.* ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -33,7 +33,11 @@ check: .venv/.core ## ruff, mypy --strict, import contracts, unit tests: no engi
 	$(BIN)/pytest --numprocesses auto --dist loadfile -m "$(UNIT)"
 
 test: check .venv/.engine .venv/.servers .venv/.deploy ## check, then every test with its real engine, servers and releases (all but the GPU's)
+	$(BIN)/python -m tests.stages.fuzz 500
 	KVREG_COMPLETE=1 $(BIN)/pytest -m "$(REAL)"
+
+fuzz: .venv/.core ## 20,000 workers of every kind: each byte is back, or the worker was refused; what was drawn, as a table
+	$(BIN)/python -m tests.stages.fuzz
 
 compat: .venv/.engine ## the engine border on every vLLM release it serves
 	KVREG_COMPAT=all $(BIN)/pytest -m compat

@@ -6,6 +6,7 @@ given (format, planes, heads, width, slots, dtype), the group's one block stride
 uses the stages' own arithmetic.
 """
 
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -16,17 +17,23 @@ from tests.stages.worlds import Cut, Laid, World
 NOBODY = -1
 
 
-def addresses(world: World, cut: Cut) -> torch.Tensor:
+@lru_cache(maxsize=64)
+def addresses(cut: Cut) -> torch.Tensor:
     """Byte addresses in the raw tensor's own shape, with one more dim for the bytes of an element."""
     item = cut.dtype.itemsize
     shape, stride = (*cut.shape, item), (*(step * item for step in cut.stride), 1)
     reach = cut.offset * item + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if prod(shape) else 0
-    return torch.arange(max(world.storage_bytes[cut.storage], reach)).as_strided(shape, stride, cut.offset * item)
+    return torch.arange(reach).as_strided(shape, stride, cut.offset * item)
 
 
 def owned(world: World, laid: Laid, block: int) -> torch.Tensor:
     """The byte addresses of one block of a layer, by indexing its raw tensors; ascending, each once."""
-    rows = [addresses(world, cut).narrow(laid.block_dim, block * laid.pages, laid.pages).flatten() for cut in laid.cuts]
+    return _owned(laid.cuts, laid.block_dim, laid.pages, block)
+
+
+@lru_cache(maxsize=1024)
+def _owned(cuts: tuple[Cut, ...], block_dim: int, pages: int, block: int) -> torch.Tensor:
+    rows = [addresses(cut).narrow(block_dim, block * pages, pages).flatten() for cut in cuts]
     ascending: torch.Tensor = torch.cat(rows).unique()
     return ascending
 
@@ -48,7 +55,8 @@ def judge(world: World, plan: Plan) -> None:
     whose: dict[tuple[int, str], torch.Tensor] = {}
     assert sorted(layer.layer.name for layer in plan.layers) == sorted(expected)
     assert sorted(name for group in plan.groups for name in group.layer_names) == sorted(expected)
-    assert {layer.name for layer in plan.excluded} == {laid.name for laid in world.layers} - set(expected)
+    everybody = {laid.name for laid in world.layers} | {name for group in world.groups for name in group.layer_names}
+    assert {layer.name for layer in plan.excluded} == everybody - set(expected)
     assert [group.layer_indices[0] for group in plan.groups] == sorted(group.layer_indices[0] for group in plan.groups)
     assert len({(group.engine_group_id, plan.layers[group.layer_indices[0]].page.identity) for group in plan.groups}) == len(plan.groups)
     for group in plan.groups:
@@ -71,7 +79,7 @@ def _judge_layer(world: World, laid: Laid, layer: EditedLayer, group: EngineGrou
     mamba = spec.kind is Kind.MAMBA
     assert group.recurrent_state == mamba
     assert group.tokens_per_block == spec.block_size * (1 if mamba or spec.dcp_sharded is False else world.dcp_size)
-    windowed = spec.kind in (Kind.SLIDING_WINDOW, Kind.SLIDING_WINDOW_MLA)
+    windowed = spec.kind in (Kind.SLIDING_WINDOW, Kind.SLIDING_WINDOW_MLA) and spec.sliding_window_tokens is not None
     assert group.sw_size_tokens == (spec.block_size if mamba else spec.sliding_window_tokens if windowed else -1)
     assert group.slots_per_block == layer.page.slots
     assert spec.block_size % group.slots_per_block == 0 if mamba else group.slots_per_block == min(spec.num_states, spec.block_size)

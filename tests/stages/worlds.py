@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stages.model import CacheTensor, Engine, Kind, LayerCache, LeafSpec, Offer, OfferedGroup
 
 ATTENTION_KINDS = (Kind.FULL_ATTENTION, Kind.SLIDING_WINDOW, Kind.CHUNKED_LOCAL_ATTENTION, Kind.SINK_FULL_ATTENTION)
-DTYPES = (torch.bfloat16, torch.uint8, torch.int8, torch.float32, torch.float8_e4m3fn)
+DTYPES = (torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK_COUNTS = (0, 1, 1, 2, 2, 3, 5, 8)
 
 
@@ -53,14 +53,15 @@ class World:
     dcp_size: int = 1
     pools: Mapping[str, int] = field(default_factory=dict)
     """The blocks of each auxiliary pool, which is in no group of the engine."""
+    chunk_size_tokens: int | None = None
 
     def offer(self, device: str = "meta") -> Offer:
-        """The offer; on `meta` a tensor that runs past its storage can be made, as in a snapshot."""
+        """The offer. A storage is as long as it says, but for tensors that run past it: those can be made only in a longer one."""
         ends = dict(self.storage_bytes)
-        for laid in self.layers if device == "meta" else ():
+        for laid in self.layers:
             for cut in laid.cuts:
                 last = cut.offset + sum(max(size - 1, 0) * step for size, step in zip(cut.shape, cut.stride, strict=True))
-                ends[cut.storage] = max(ends[cut.storage], (last + 1) * cut.dtype.itemsize)
+                ends[cut.storage] = max(ends[cut.storage], (last + (0 not in cut.shape)) * cut.dtype.itemsize)
         memory = {key: torch.zeros(end, dtype=torch.uint8, device=device).untyped_storage() for key, end in ends.items()}
 
         def tensor(cut: Cut) -> CacheTensor:
@@ -68,7 +69,7 @@ class World:
             return CacheTensor(view, cut.storage, self.storage_bytes[cut.storage])
 
         caches = {laid.name: LayerCache(tuple(map(tensor, laid.cuts)), laid.listed) for laid in self.layers}
-        return Offer(Engine("test", "0"), self.groups, caches, self.layout, self.dcp_size, model_name="world")
+        return Offer(Engine("test", "0"), self.groups, caches, self.layout, self.dcp_size, self.chunk_size_tokens, "world")
 
 
 # ------------------------------------------------------------------------------------------------------------- one page
@@ -115,7 +116,7 @@ class Page:
 
 
 @st.composite
-def attention_pages(draw: st.DrawFn, heads_first: bool, forms: tuple[str, ...], pages: tuple[int, ...] = (1, 2, 3)) -> Page:
+def attention_pages(draw: st.DrawFn, heads_first: bool, forms: tuple[str, ...], pages: tuple[int, ...] = (1, 2, 3, 5)) -> Page:
     """K and V of some heads: `[B,H,N,C]`, `[B,2,N,H,D]`, or `[2,B,N,H,D]` in blocks-first or K/V-first memory."""
     sizes = {"N": draw(st.sampled_from((1, 2, 4, 6))), "H": draw(st.integers(1, 3)), "C": draw(st.sampled_from((4, 6, 8)))}
     form = draw(st.sampled_from(forms))
@@ -130,7 +131,7 @@ def attention_pages(draw: st.DrawFn, heads_first: bool, forms: tuple[str, ...], 
 
 
 @st.composite
-def latent_pages(draw: st.DrawFn, heads_first: bool, rank: int, pages: tuple[int, ...] = (1, 2, 3)) -> Page:
+def latent_pages(draw: st.DrawFn, heads_first: bool, rank: int, pages: tuple[int, ...] = (1, 2, 3, 5)) -> Page:
     """One latent (or indexer, or compressed) head: `[B,N,C]` or `[B,1,N,C]`, the head's stride natural or arbitrary."""
     indexer = draw(st.booleans())
     dtype = torch.uint8 if indexer else draw(st.sampled_from(DTYPES))
@@ -224,7 +225,7 @@ def storages_of_their_own(draw: st.DrawFn) -> World:
     hybrid = draw(st.booleans())
     latent = draw(st.integers(0, 3)) == 0
     padded = draw(st.booleans())
-    pages = (1,) if padded else (1, 2, 3)
+    pages = (1,) if padded else (1, 2, 3, 5)
     kv_forms = ("BHNC", "BK", "KB-in-blocks") if hybrid or padded else ("BHNC", "BK", "KB")
     page = draw(
         latent_pages(heads_first, draw(st.sampled_from((3, 4))), pages) if latent else attention_pages(heads_first, kv_forms, pages)
@@ -300,31 +301,42 @@ def members(draw: st.DrawFn, heads_first: bool, pages: tuple[int, ...]) -> list[
 def one_allocation(draw: st.DrawFn) -> World:
     """vLLM 0.29 on: every layer is cut from one allocation, layers outermost (LB*) or blocks outermost (BL*).
 
-    Groups overlay each other from byte 0. A group may mix pages: heads, latents beside indexers, compressed slots, and
-    the same shape with and without padding. Under BL* the block stride spans all layers and may be aligned up.
+    Groups overlay each other from the first byte of the caches, each with its own number of blocks. A group may mix pages:
+    heads, latents beside indexers, compressed slots, and the same shape with and without padding. The block stride may be
+    aligned up; under BL* it spans all layers. The last page may be tight.
     """
     layout = draw(st.sampled_from(("LBNHC", "LBHNC", "BLNHC", "BLHNC")))
     heads_first, blocks_outermost = layout in ("LBHNC", "BLHNC"), layout.startswith("BL")
-    num_blocks = draw(st.sampled_from(BLOCK_COUNTS))
-    drawn = draw(st.lists(members(heads_first, (1,) if blocks_outermost else (1, 1, 2, 3)), min_size=1, max_size=3))
-    block_bytes = max(sum(member.page_bytes for member in group) for group in drawn)
+    block_counts = draw(st.sampled_from(BLOCK_COUNTS)), draw(st.sampled_from(BLOCK_COUNTS))
+    drawn = draw(st.lists(members(heads_first, (1,) if blocks_outermost else (1, 1, 2, 3, 5)), min_size=1, max_size=3))
+    alignment = draw(st.sampled_from((4, 4, 16, 256)))
+    block_bytes = _up(max(sum(member.page_bytes for member in group) for group in drawn), alignment)
     block_bytes += draw(st.sampled_from((0, 0, 4, 128))) if blocks_outermost else 0
+    first = draw(st.sampled_from((0, 0, 4, 64)))
     layers: list[Laid] = []
     groups: list[OfferedGroup] = []
     for group in drawn:
-        start, specs = 0, dict[str, LeafSpec]()
+        num_blocks = block_counts[draw(st.sampled_from((0, 0, 0, 1)))]
+        start, specs = first, dict[str, LeafSpec]()
         for member in group:
             name = f"{len(groups)}.{len(specs)}"
-            step = block_bytes if blocks_outermost else member.page_bytes
+            split = member.page is not None and member.page.pages > 1
+            step = block_bytes if blocks_outermost else member.page_bytes if split else _up(member.page_bytes, alignment)
             if member.page is not None and member.spec is not None:
                 layers.append(Laid(name, member.spec, (member.page.cut("s", start, step, num_blocks),), pages=member.page.pages))
             else:
                 layers.append(draw(unified_states(name, "s", start, step, num_blocks, member.page_bytes, member.block_size)))
-            start += member.page_bytes if blocks_outermost else num_blocks * member.page_bytes
+            start += member.page_bytes if blocks_outermost else num_blocks * step
             specs[name] = layers[-1].spec
         groups.append(OfferedGroup(tuple(specs), num_blocks, specs))
     named = draw(st.sampled_from((layout, layout, None)))
-    return World(tuple(groups), tuple(layers), {"s": num_blocks * block_bytes}, named, draw(st.sampled_from((1, 1, 2))))
+    tight = max(_end(cut) for laid in layers for cut in laid.cuts)
+    size = draw(st.sampled_from((tight, tight + block_bytes)))
+    return World(tuple(groups), tuple(layers), {"s": size}, named, draw(st.sampled_from((1, 1, 2))))
+
+
+def _up(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
 
 
 def _end(cut: Cut) -> int:
