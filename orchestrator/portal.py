@@ -23,7 +23,7 @@ def run_sync(work: Callable[[], Awaitable[Result]], loop: Loop = "asyncio") -> R
     Context variables of the caller are seen by the work.
     """
     if not _loop_is_running():
-        return anyio.run(work, backend=loop)
+        return _run(work, loop)
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     context = copy_context()
     with ThreadPoolExecutor(1, thread_name_prefix="kvreg") as thread:
@@ -33,7 +33,18 @@ def run_sync(work: Callable[[], Awaitable[Result]], loop: Loop = "asyncio") -> R
 def _run_on_device(work: Callable[[], Awaitable[Result]], loop: Loop, device: int | None) -> Result:
     if device is not None:
         torch.cuda.set_device(device)
-    return anyio.run(work, backend=loop)
+    return _run(work, loop)
+
+
+def _run(work: Callable[[], Awaitable[Result]], loop: Loop) -> Result:
+    """The result goes beside the loop's own: on the main thread asyncio prints a task's result twice, and a receipt is long."""
+    results: list[Result] = []
+
+    async def keep() -> None:
+        results.append(await work())
+
+    anyio.run(keep, backend=loop)
+    return results[0]
 
 
 def _loop_is_running() -> bool:

@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TypeVar
 
-import anyio
 from anyio.lowlevel import checkpoint
 
 from metrics.observer import Observer, Outcome, Run, StageResult, tell
@@ -54,4 +53,5 @@ def _outcome(cause: BaseException | None) -> Outcome:
         return Outcome.REGISTERED
     if isinstance(cause, RegistrationRejected):
         return Outcome.REJECTED
-    return Outcome.CANCELLED if isinstance(cause, anyio.get_cancelled_exc_class()) else Outcome.FAILED
+    # What is no Exception is a loop's cancellation, or the engine being stopped (SystemExit, KeyboardInterrupt): nothing failed.
+    return Outcome.FAILED if isinstance(cause, Exception) else Outcome.CANCELLED

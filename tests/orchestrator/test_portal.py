@@ -44,6 +44,21 @@ def test_under_a_running_loop_the_work_has_a_thread_of_its_own(outer: str, loop:
     assert thread != threading.current_thread().name
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_a_result_is_not_printed(loop: Loop) -> None:
+    """A receipt of a thousand layers is a megabyte of text, which asyncio's signal handling would make twice for nobody to read."""
+
+    class Unprintable:
+        def __repr__(self) -> str:
+            raise AssertionError("printed")
+
+    async def work() -> Unprintable:
+        return result
+
+    result = Unprintable()
+    assert run_sync(work, loop) is result
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_an_error_comes_out_as_it_is(nested: bool) -> None:
     """The caller sees the work's own exception, whichever thread it ran in."""

@@ -1,6 +1,8 @@
 """Snapshots kept beside registrations."""
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +56,30 @@ def test_their_number_is_bounded_and_the_newest_stay(tmp_path: Path) -> None:
     keep_snapshot(hybrid(), config, refused=True)
     assert [name for name in kept(tmp_path) if name.startswith("old")] == ["old-1.kvreg.json", "old-2.kvreg.json"]
     assert "someone-else.json" in kept(tmp_path)
+
+
+def test_the_newest_stays_though_the_clock_was_set_back(tmp_path: Path) -> None:
+    """The host's time jumps back an hour: the snapshot that the log has just named is there, and one of the old ones is not."""
+    config = KVRegConfig(snapshot_dir=tmp_path, snapshot_limit=2)
+    ahead = time.time() + 3600
+    for age in range(2):
+        old = tmp_path / f"old-{age}.kvreg.json"
+        old.write_text("{}")
+        os.utime(old, (ahead + age, ahead + age))
+    keep_snapshot(hybrid(), config, refused=True)
+    (left, new) = sorted(kept(tmp_path), reverse=True)
+    assert left == "old-1.kvreg.json"
+    assert new.endswith("-refused.kvreg.json")
+
+
+def test_workers_that_keep_snapshots_at_once_do_not_stumble_over_each_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of eight workers each removes what it sees, and a file that another has removed is no error."""
+    config = KVRegConfig(snapshot_dir=tmp_path, snapshot_limit=1)
+    with ThreadPoolExecutor(8) as workers:
+        for rank in range(24):
+            workers.submit(keep_snapshot, hybrid(rank=rank), config, refused=True)
+    assert "could not keep" not in caplog.text
+    assert kept(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
