@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from orchestrator import snapshot
+from orchestrator.check import check
 from orchestrator.strict_json import MAX_FILE_BYTES
 from stages.errors import KVRegError, SnapshotInvalid
 from stages.model import CacheTensor, Engine, Kind, LayerCache, LeafSpec, Offer, OfferedGroup, Worker
@@ -363,6 +364,56 @@ def test_a_file_that_is_no_snapshot_is_said_to_be_none(content: bytes, problem: 
     assert problem in caught.value.problem
     assert len(str(caught.value).splitlines()) == 1
     assert len(caught.value.problem) < 200
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@st.composite
+def any_content(draw: st.DrawFn) -> bytes:
+    """Any bytes; any JSON; a snapshot with any JSON somewhere in it, or with some of its bytes overwritten, cut out or repeated."""
+    whole = LISTED.read_bytes()
+    match draw(st.sampled_from(("bytes", "json", "grafted", "spoilt"))):
+        case "bytes":
+            return draw(st.binary(max_size=200))
+        case "json":
+            return json.dumps(draw(ANY_JSON)).encode("utf-8", "surrogatepass")
+        case "grafted":
+            document = inner = json.loads(whole)
+            while True:
+                key = draw(st.sampled_from(sorted(inner) if isinstance(inner, dict) else range(len(inner))))
+                if not inner[key] or not isinstance(inner[key], dict | list) or draw(st.booleans()):
+                    inner[key] = draw(ANY_JSON)
+                    return json.dumps(document).encode("utf-8", "surrogatepass")
+                inner = inner[key]
+        case _:
+            start = draw(st.integers(0, len(whole) - 1))
+            end = draw(st.integers(start, min(start + 40, len(whole))))
+            return (
+                whole[:start]
+                + draw(st.sampled_from((b"", whole[start:end] * 2, b"9" * 400, b"[" * 30)) | st.binary(max_size=8))
+                + whole[end:]
+            )
+
+
+@settings(max_examples=60)
+@given(any_content())
+def test_whatever_a_file_holds_it_is_a_registration_or_one_line(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    """A stranger's file is read or refused: no traceback, no second line."""
+    path = tmp_path_factory.mktemp("any") / "any.json"
+    path.write_bytes(content)
+    said = ""
+    try:
+        check(snapshot.read(path))
+    except SnapshotInvalid as error:
+        said = str(error)
+    assert said == "" or said.startswith(f"{path}: $")
+    assert len(said.splitlines()) <= 1
+    assert len(said) < 300 + len(str(path))
 
 
 def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
