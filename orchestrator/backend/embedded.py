@@ -2,7 +2,7 @@
 
 It copies by the same reading of a view that the proof judged (`TransferPage.planned`), so a byte round trip through it
 shows what any transfer by that plan would move. Copies are batched: one gather per run of a layer, one host copy per
-group of blocks, on CPU and CUDA tensors alike.
+group of blocks, on CPU and CUDA tensors alike; only wide runs that lie in host memory already are copied one by one.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -15,6 +15,9 @@ import torch
 from stages.errors import KVRegError, Reason, TransferRefused
 from stages.geometry import byte_view
 from stages.model import EditedLayer, Plan
+
+_WIDE_BYTES = 64 * 1024
+"""Runs this wide are copied one by one on the CPU: a call costs less there than moving every byte twice."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,7 +46,7 @@ class NotRegistered(KVRegError, LookupError):
         return f"registration {registration!r} has no engine group {group}: register a plan first"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Lane:
     """One run of one layer as `[NB, words]` over the engine's own memory, and its columns in the group's pages."""
 
@@ -92,11 +95,19 @@ class EmbeddedBackend:
         """
         held, lanes = self._group(registration, engine_group_id)
         ids = _ids(engine_group_id, block_ids, lanes, unique=False)
-        pages = torch.empty((len(keys), _width(lanes)), dtype=lanes[0].blocks.dtype, device=ids.device)
+        places = [(engine_group_id, key) for _, key in zip(block_ids, keys, strict=True)]
+        if _one_by_one(lanes):
+            for block_id, place in zip(block_ids, places, strict=True):
+                # A page that its key holds already is written over: memory that is new to the process costs more than the copy.
+                if place not in held.pages:
+                    held.pages[place] = torch.empty(_width(lanes), dtype=lanes[0].blocks.dtype)
+                for run, part in _beside(lanes, block_id, held.pages[place]):
+                    part.copy_(run)
+            return sum(held.pages[place].nbytes for place in places)
+        pages = torch.empty((len(places), _width(lanes)), dtype=lanes[0].blocks.dtype, device=ids.device)
         for lane in lanes:
-            pages[:, lane.columns] = lane.blocks.index_select(0, ids)
-        for key, page in zip(keys, pages.cpu().unbind(), strict=True):
-            held.pages[engine_group_id, key] = page
+            torch.index_select(lane.blocks, 0, ids, out=pages[:, lane.columns])  # once over the bytes, where `[:] =` is twice
+        held.pages.update(zip(places, pages.cpu().unbind(), strict=True))
         return pages.nbytes
 
     def retrieve(self, registration: str, engine_group_id: int, block_ids: Sequence[int], keys: Sequence[Hashable]) -> int:
@@ -106,13 +117,20 @@ class EmbeddedBackend:
         """
         held, lanes = self._group(registration, engine_group_id)
         ids = _ids(engine_group_id, block_ids, lanes, unique=True)
-        missing = [key for key in keys if (engine_group_id, key) not in held.pages]
+        places = [(engine_group_id, key) for _, key in zip(block_ids, keys, strict=True)]
+        missing = [key for group, key in places if (group, key) not in held.pages]
         if missing:
             raise PageMissing(engine_group_id, missing)
-        pages = torch.stack([held.pages[engine_group_id, key] for key in keys]).to(ids.device) if keys else ids.new_empty(0)
-        for lane in lanes if keys else ():
-            lane.blocks.index_copy_(0, ids, pages[:, lane.columns])
-        return pages.nbytes
+        pages = [held.pages[place] for place in places]
+        if _one_by_one(lanes):
+            for block_id, page in zip(block_ids, pages, strict=True):
+                for run, part in _beside(lanes, block_id, page):
+                    run.copy_(part)
+        elif pages:
+            together = torch.stack(pages).to(ids.device)
+            for lane in lanes:
+                lane.blocks.index_copy_(0, ids, together[:, lane.columns])
+        return sum(page.nbytes for page in pages)
 
     def stored(self, registration: str, engine_group_id: int, keys: Sequence[Hashable]) -> list[bool]:
         """For each key, whether a page is stored under it."""
@@ -155,6 +173,17 @@ def _runs(layers: list[EditedLayer]) -> Iterator[torch.Tensor]:
     for view, planned, run in blocks:
         shape = (planned.num_blocks, run.stop - run.start)
         yield byte_view(view, shape, (planned.stride_bytes, 1), run.start).view(word)
+
+
+def _one_by_one(lanes: list[_Lane]) -> bool:
+    """Whether a group's runs are copied without a gather: all in host memory, and all wide."""
+    return all(lane.blocks.device.type == "cpu" and lane.blocks.shape[1] * lane.blocks.element_size() >= _WIDE_BYTES for lane in lanes)
+
+
+def _beside(lanes: list[_Lane], block_id: int, page: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each run of a block, `[words]` of the engine's memory, and its part of the page."""
+    parts = page.split([lane.blocks.shape[1] for lane in lanes])
+    return zip((lane.blocks[block_id] for lane in lanes), parts, strict=True)
 
 
 def _width(lanes: list[_Lane]) -> int:

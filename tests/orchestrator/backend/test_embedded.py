@@ -7,7 +7,7 @@ from orchestrator.backend.embedded import BlockIdError, EmbeddedBackend, NotRegi
 from orchestrator.pipeline import register
 from orchestrator.portal import run_sync
 from stages.errors import Reason, TransferRefused
-from stages.model import Offer, Receipt
+from stages.model import CacheTensor, Engine, Kind, LayerCache, LeafSpec, Offer, OfferedGroup, Receipt
 from tests.offers import block_bytes, fill, hybrid, memories
 
 
@@ -36,6 +36,33 @@ def test_blocks_come_back_into_other_blocks_byte_for_byte(backend: EmbeddedBacke
     backend.retrieve(receipt.registration, group, [5, 0], ["a", "b"])
     assert [block_bytes(offer, group, block) for block in (5, 0)] == wanted
     assert {block: block_bytes(offer, group, block) for block in others} == others
+
+
+def test_wide_blocks_come_back_too_and_a_page_is_written_over(backend: EmbeddedBackend) -> None:
+    """Blocks of 64 KiB, which are copied one by one: the later of two stores under a key is what comes back, and nothing else changes."""
+    memory = torch.randint(0, 256, (2, 4, 16, 4096), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    spec = LeafSpec(Kind.MLA_ATTENTION, 16, memory[0, 0].nbytes, 16)
+    caches = {f"layer {layer}": LayerCache((CacheTensor(memory[layer], "all", memory.nbytes),)) for layer in range(2)}
+    offer = Offer(Engine("test", "0"), (OfferedGroup(tuple(caches), 4, dict.fromkeys(caches, spec)),), caches, "NHD")
+    registration = registered(offer, backend).registration
+    expected = memory.clone()
+    expected[:, 3], expected[:, 2] = memory[:, 1], memory[:, 0]
+    backend.store(registration, 0, [2, 0], ["a", "b"])
+    assert backend.store(registration, 0, [1], ["a"]) == backend.retrieve(registration, 0, [3], ["a"]) == 2 * spec.page_size_bytes
+    backend.retrieve(registration, 0, [2], ["b"])
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("keys", [["a"], ["a", "b", "c"]])
+def test_as_many_keys_as_blocks_or_nothing_moves(backend: EmbeddedBackend, keys: list[str]) -> None:
+    """A list of keys that is longer or shorter than that of blocks is an error of the caller, before a page is stored."""
+    receipt = registered(hybrid(), backend)
+    with pytest.raises(ValueError, match="zip"):
+        backend.store(receipt.registration, 1, [1, 2], keys)
+    assert not any(backend.stored(receipt.registration, 1, keys))
+    backend.store(receipt.registration, 1, [1, 2, 3], ["a", "b", "c"])
+    with pytest.raises(ValueError, match="zip"):
+        backend.retrieve(receipt.registration, 1, [1, 2], keys)
 
 
 def test_a_page_is_stored_under_its_group_alone(backend: EmbeddedBackend) -> None:
