@@ -1,1 +1,1 @@
-"""Benchmarks that print ratios against something measured in the same run; nothing here is a test. `make bench`."""
+"""Benchmarks, one a file: each prints ratios against something measured in the same run. Nothing here is a test. `make bench`."""
