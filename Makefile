@@ -51,7 +51,7 @@ zoo: .venv/.engine ## every model of the zoo planned on 1, 2, 4 and 8 ranks, as 
 observe: .venv/.core .venv/.servers ## real Prometheus servers watching refused registrations, alerts firing
 	$(BIN)/python -m tests.observability.observe
 
-bench: .venv/.core ## what a registration costs
+bench: .venv/.engine ## what a registration costs, and what else is measured, written to docs/benchmarks.md
 	$(BIN)/python -m bench
 
 gpu: .venv/.engine ## the tests that need a CUDA device

@@ -7,7 +7,6 @@ learns of a registration only after the server has acknowledged it.
 
 import logging
 import os
-import random
 import threading
 import time
 from functools import cache
@@ -20,9 +19,10 @@ from lmcache.v1.multiprocess.transfer_context.worker_transfer import ENV_MP_TRAN
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 from lmcache.v1.platform import get_device_spec
 
-from orchestrator.backend.lmcache_border import answered, foreign
+from orchestrator.backend.lmcache_border import answered, first_answered, foreign
 from orchestrator.backend.lmcache_context import Context, Held, handles
 from orchestrator.backend.lmcache_reading import check_reading, group_infos, layout_hints
+from orchestrator.backend.retries import limits_s
 from stages.errors import Reason, TransferRefused, TransferUnavailable
 from stages.model import Plan
 
@@ -31,7 +31,12 @@ _log = logging.getLogger("kvreg.lmcache")
 LMCACHE_DRIVEN = "lmcache_driven"
 """The one transfer mode whose reading of a page is proven: the server copies, by the registered views."""
 
-_ATTEMPT_S = 5.0
+REGISTER_FIRST_S, REGISTER_LONGEST_S = 5.0, 40.0
+"""How long a registration waits for its acknowledgement before it is sent again; see docs/scale.md."""
+
+ASK_FIRST_S, ASK_LONGEST_S = 2.5, 10.0
+"""The same for the chunk size, a question that costs a server next to nothing."""
+
 _ANSWER_TO_FORGET_S = 3.0
 
 
@@ -95,16 +100,18 @@ class LMCacheBackend:
         return f"{self.name}-{self._adapter.instance_id}"
 
     async def _send(self, registration: "Registration") -> None:
-        began, attempt = time.monotonic(), 0
+        began, sent = time.monotonic(), list[MessagingFuture[Any]]()
+        limits = limits_s(REGISTER_FIRST_S, REGISTER_LONGEST_S)
         while True:
-            attempt += 1
-            answer = foreign(registration.send)
             # A server that dies with the request in hand never answers it; one that has it already says so again.
-            if await answered(answer, _ATTEMPT_S * random.uniform(0.8, 1.2), self._check_closing):
+            sent.append(foreign(registration.send))
+            # Whichever is answered counts: a server whose queue is longer than the limit would else never be heard.
+            answer = await first_answered(sent, next(limits), self._check_closing)
+            if answer is not None:
                 foreign(answer.result, 0)
                 return
             waited_s = round(time.monotonic() - began)
-            _log.warning("kvreg: no answer from the LMCache server yet; attempt=%d waited_s=%d", attempt, waited_s)
+            _log.warning("kvreg: no answer from the LMCache server yet; attempt=%d waited_s=%d", len(sent), waited_s)
 
     def _check_closing(self) -> None:
         if self._closing.is_set():
@@ -186,10 +193,13 @@ async def chunk_size_tokens(url: str, timeout_s: float) -> int:
     began = time.monotonic()
     client = foreign(lambda: RequestClientFactory.create(url, context=_asking()))
     try:
+        sent: list[MessagingFuture[Any]] = []
+        limits = limits_s(ASK_FIRST_S, ASK_LONGEST_S)
         while True:
-            answer = foreign(client.get_chunk_size)
+            sent.append(foreign(client.get_chunk_size))
             left_s = timeout_s - (time.monotonic() - began)
-            if await answered(answer, min(_ATTEMPT_S * random.uniform(0.4, 1.0), max(left_s, 0))):
+            answer = await first_answered(sent, min(next(limits), max(left_s, 0)))
+            if answer is not None:
                 return int(foreign(answer.result, 0))
             waited_s = round(time.monotonic() - began, 1)
             if waited_s >= timeout_s:

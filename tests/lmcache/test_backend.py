@@ -11,6 +11,7 @@ pytest.importorskip("lmcache", reason="LMCache is not installed")
 
 from lmcache.v1.multiprocess.futures import MessagingFuture
 
+from orchestrator.backend import lmcache
 from orchestrator.backend.lmcache import LMCacheBackend, check_mode
 from orchestrator.backend.lmcache_reading import check_reading, group_infos, layout_hints
 from orchestrator.portal import run_sync
@@ -204,6 +205,25 @@ def test_re_sending_sends_the_same_plan() -> None:
     run_sync(backend.resend)
     first, second = adapter.requests
     assert first == second
+
+
+class Behind(Adapter):
+    """An adapter whose server is one request behind: it answers the first when the second is there, and the second never."""
+
+    def _acknowledge(self, *request: Any) -> Any:
+        self.requests.append(request)
+        self.answers = [*getattr(self, "answers", []), MessagingFuture()]
+        if len(self.answers) == 2:
+            self.answers[0].set_result(None)
+        return self.answers[-1]
+
+
+def test_an_answer_to_an_earlier_attempt_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose queue is longer than a worker's patience is heard, however late it answers."""
+    monkeypatch.setattr(lmcache, "REGISTER_FIRST_S", 0.05)
+    adapter = Behind()
+    assert run_sync(lambda: LMCacheBackend(adapter).register(plan())) == "lmcache-7"
+    assert len(adapter.requests) == 2
 
 
 def test_the_handles_open_the_same_bytes_in_any_process_that_maps_them() -> None:
