@@ -17,7 +17,7 @@ UNIT := not (engine or lmcache or observability or compat or gpu)
 REAL := (engine or lmcache or observability or compat) and not gpu
 ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: help demo check test fuzz compat e2e zoo observe bench gpu clean
+.PHONY: help demo check test fuzz compat e2e zoo observe bench compare gpu clean
 
 help: ## say what each target does
 	@sed -n 's/^\([a-z0-9]*\):.* ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -53,6 +53,9 @@ observe: .venv/.core .venv/.servers ## real Prometheus servers watching refused 
 
 bench: .venv/.engine ## what a registration costs, and what else is measured, written to docs/benchmarks.md
 	$(BIN)/python -m bench
+
+compare: .venv/.engine ## kvreg's views and LMCache's own edits on the same registrations, judged by bytes: docs/compare.md
+	$(BIN)/python -m tests.lmcache.compare
 
 gpu: .venv/.engine ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

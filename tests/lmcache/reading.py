@@ -22,20 +22,47 @@ HINTS = {Layout.LBNHC: "NHD", Layout.LBHNC: "HND"}
 """The layouts that LMCache knows by another name."""
 
 
-class Reading:
-    """A plan as LMCache's server takes it in: sorted tensors, their formats, and its kernel groups."""
+class Served:
+    """Views and group infos as LMCache's server takes them in: sorted tensors, their formats, and its kernel groups."""
+
+    def __init__(self, names: Sequence[str], views: Sequence[Any], infos: Sequence[EngineGroupInfo], hints: dict[str, Any]) -> None:
+        self.names = names
+        self.tensors, self.formats = normalize_and_discover_per_layer_formats(
+            list(views), engine_group_layer_indices(infos), EngineType.VLLM, hints
+        )
+        chunk = lcm(*(info.tokens_per_block for info in infos))
+        self.groups = KVLayerGroupsManager(self.tensors, self.formats, list(infos), chunk).kernel_groups
+
+    def addressed(self, name: str, block: int) -> list[tuple[int, int]] | None:
+        """The bytes `[start, stop)` of its storage that LMCache's kernel copies for a block of a layer; None if it is in no group."""
+        index = self.names.index(name)
+        group = next((group for group in self.groups if index in group.layer_indices), None)
+        if group is None:
+            return None
+        tensor, shape, item = self.tensors[index], group.shape_desc, group.shape_desc.element_size
+        first = tensor.storage_offset() * tensor.element_size()
+        plane = shape.bs * shape.nh * shape.hs * item
+        if group.engine_kv_format.name.startswith("NL_X_TWO_NB"):
+            return [(start, start + plane) for start in (first + block * plane, first + (shape.nb + block) * plane)]
+        start = first + block * stride_bytes(group)
+        return [(start, start + shape.kv_size * plane)]
+
+
+def stride_bytes(group: Any) -> int:
+    """The step from block to block. Formats that know no padding leave it out; their kernels step by a tight block."""
+    shape = group.shape_desc
+    planes_inside = 2 if group.engine_kv_format.name.startswith("NL_X_NB_TWO") else 1
+    return int((shape.block_stride_elems or shape.bs * shape.nh * shape.hs * planes_inside) * shape.element_size)
+
+
+class Reading(Served):
+    """A plan as LMCache's server takes it in."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        infos = [_info(group) for group in plan.groups]
-        self.tensors, self.formats = normalize_and_discover_per_layer_formats(
-            [layer.view for layer in plan.layers],
-            engine_group_layer_indices(infos),
-            EngineType.VLLM,
-            {"kv_layout": HINTS.get(plan.layout, str(plan.layout))},
-        )
-        chunk = lcm(*(group.tokens_per_block for group in plan.groups))
-        self.groups = KVLayerGroupsManager(self.tensors, self.formats, infos, chunk).kernel_groups
+        hints = {"kv_layout": HINTS.get(plan.layout, str(plan.layout))}
+        names, views = [layer.layer.name for layer in plan.layers], [layer.view for layer in plan.layers]
+        super().__init__(names, views, [_info(group) for group in plan.groups], hints)
 
     def check(self) -> None:
         """Assert that formats, slots, widths, strides, groups and their order are the plan's."""
@@ -51,10 +78,7 @@ class Reading:
             assert (theirs.engine_group_idx, shape.nb) == (ours.engine_group_id, ours.num_blocks)
             assert (theirs.slots_per_block, theirs.tokens_per_block) == (ours.slots_per_block, ours.tokens_per_block)
             assert shape.kv_size * shape.bs * shape.nh * shape.hs * shape.element_size == ours.block_bytes
-            # Formats that know no padding leave the stride out; their kernels step by a tight block.
-            planes_inside = 2 if theirs.engine_kv_format.name.startswith("NL_X_NB_TWO") else 1
-            stride = shape.block_stride_elems or shape.bs * shape.nh * shape.hs * planes_inside
-            assert stride * shape.element_size == ours.block_stride_bytes
+            assert stride_bytes(theirs) == ours.block_stride_bytes
 
     def move(self, group: int, source: int, target: int) -> None:
         """Store one block of a group by LMCache's copy code, and retrieve it into another block."""
