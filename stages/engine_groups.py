@@ -15,11 +15,12 @@ from stages.model import Edited, EditedLayer, EngineGroup, Paging, Plan
 def engine_groups(edited: Edited) -> Plan:
     """The plan: tensors in registration order and the groups that refer to them by position."""
     indices: dict[object, list[int]] = {}
-    members_of: dict[Paging, list[int]] = {}
+    members_of: dict[tuple[int, Paging], list[int]] = {}
     for index, layer in enumerate(edited.layers):
-        members = members_of.get(layer.paging)
+        group, paging = layer.layer.group, layer.paging
+        members = members_of.get((group, paging))
         if members is None:
-            members = members_of[layer.paging] = indices.setdefault((layer.layer.group, layer.paging.page.identity), [])
+            members = members_of[group, paging] = indices.setdefault((group, paging.page.identity), [])
         members.append(index)
     groups = tuple(_group(edited, members) for members in indices.values())
     return Plan(edited.offer, edited.layout, edited.layers, groups, edited.excluded)

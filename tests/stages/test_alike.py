@@ -129,3 +129,11 @@ def test_an_edited_layer_prints_without_its_bytes() -> None:
     layer: EditedLayer = edited(hybrid()).layers[0]
     assert "tensor(" not in repr(layer)
     assert layer.layer.name in repr(layer)
+
+
+def test_groups_of_layers_that_are_alike_stay_apart() -> None:
+    """Two engine groups of one spec and one shape have block ids of their own, and so they are two groups of the plan."""
+    offer = layers([0, 1024])
+    spec = offer.groups[0].specs["l.0"]
+    two = replace(offer, groups=tuple(OfferedGroup((name,), BLOCKS, {name: spec}) for name in ("l.0", "l.1")))
+    assert [(group.engine_group_id, group.layer_names) for group in engine_groups(edited(two)).groups] == [(0, ("l.0",)), (1, ("l.1",))]

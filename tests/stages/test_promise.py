@@ -80,7 +80,10 @@ LIES: dict[str, tuple[st.SearchStrategy[World], Callable[[pytest.MonkeyPatch], N
     "a view that begins too late": (served(), lambda patch: with_rule(patch, one_element_on)),
     "a view that ends too early": (served(), lambda patch: with_rule(patch, half_of_each_slot)),
     "layers that lie on each other": (arbitrary(), lambda patch: patch.setattr(stages.edit, "overlapping", lambda layers: ())),
-    "layers that look alike": (alike(), lambda patch: patch.setattr(stages.edit, "_told_apart", lambda edited, layout, rejections: edited)),
+    "layers that look alike": (
+        alike(),
+        lambda patch: patch.setattr(stages.edit, "_told_apart", lambda layer, paging, layout, taken: paging),
+    ),
     "a storage that is too small": (
         spoiled(),
         lambda patch: (unproven(patch), patch.setattr(stages.validate, "_check_storages", lambda layers, refusals: None)),
