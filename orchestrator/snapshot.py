@@ -14,17 +14,17 @@ from functools import cache
 from importlib.resources import files
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
-from jsonschema import Draft202012Validator, ValidationError
-from jsonschema.exceptions import best_match
-from jsonschema.validators import extend
 
 from orchestrator.strict_json import Place, json_path, read_json
 from stages.errors import SnapshotInvalid
 from stages.model import CacheTensor, Engine, Kind, LayerCache, LeafSpec, Offer, OfferedGroup, Worker
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator, ValidationError
 
 FORMAT = 1
 
@@ -53,6 +53,8 @@ _LINE_COLUMNS = 140
 
 def read(path: str | os.PathLike[str]) -> Offer:
     """The registration in a snapshot, on `meta` tensors. Raises SnapshotInvalid, which names the file and the place in it."""
+    from jsonschema.exceptions import best_match
+
     name = os.fspath(path)
     document = read_json(name)
     error = next(_validator().iter_errors(document), None)
@@ -81,15 +83,19 @@ def write(offer: Offer, path: str | os.PathLike[str]) -> None:
 
 
 @cache
-def _validator() -> Draft202012Validator:
+def _validator() -> "Draft202012Validator":
     """The schema, with integers as a registration has them: JSON Schema takes 6.0 for one."""
+    # Imported here: a worker writes snapshots and never reads one, and this is a fifth of what its imports would take.
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import extend
+
     schema = json.loads((files("orchestrator") / "snapshot.schema.json").read_text(encoding="utf-8"))
     whole = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
     strict: type[Draft202012Validator] = extend(Draft202012Validator, type_checker=whole)  # type: ignore[no-untyped-call]
     return strict(schema)
 
 
-def _problem(error: ValidationError) -> str:
+def _problem(error: "ValidationError") -> str:
     """A schema error in a few words; jsonschema's own quote the whole value, however large."""
     found: Any = error.instance
     wanted: Any = error.validator_value

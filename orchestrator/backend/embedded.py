@@ -97,10 +97,10 @@ class EmbeddedBackend:
         ids = _ids(engine_group_id, block_ids, lanes, unique=False)
         places = [(engine_group_id, key) for _, key in zip(block_ids, keys, strict=True)]
         if _one_by_one(lanes):
+            # A page that its key holds already is written over: memory that is new to the process costs more than the copy.
+            new = list(dict.fromkeys(place for place in places if place not in held.pages))
+            held.pages.update(zip(new, torch.empty((len(new), _width(lanes)), dtype=lanes[0].blocks.dtype).unbind(), strict=True))
             for block_id, place in zip(block_ids, places, strict=True):
-                # A page that its key holds already is written over: memory that is new to the process costs more than the copy.
-                if place not in held.pages:
-                    held.pages[place] = torch.empty(_width(lanes), dtype=lanes[0].blocks.dtype)
                 for run, part in _beside(lanes, block_id, held.pages[place]):
                     part.copy_(run)
             return sum(held.pages[place].nbytes for place in places)
@@ -183,7 +183,7 @@ def _one_by_one(lanes: list[_Lane]) -> bool:
 def _beside(lanes: list[_Lane], block_id: int, page: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each run of a block, `[words]` of the engine's memory, and its part of the page."""
     parts = page.split([lane.blocks.shape[1] for lane in lanes])
-    return zip((lane.blocks[block_id] for lane in lanes), parts, strict=True)
+    return zip([lane.blocks.select(0, block_id) for lane in lanes], parts, strict=True)
 
 
 def _width(lanes: list[_Lane]) -> int:

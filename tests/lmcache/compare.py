@@ -169,8 +169,9 @@ torch's `meta` device; one installed vLLM provides the spec classes for all rele
 kind; slots of TurboQuant, which snapshots do not record, are said to be there; the chunk is the least that all groups divide.
 
 To be fair to LMCache: a case counts where it occurs, not by how many run it, and the cases were collected to be hard. Most
-of what serves real models is right in both. A refusal is a user who is told. It edits hybrids with recurrent state only, so what
-is wrong here are models without it whose attention pages are smaller than vLLM's blocks: it takes them for compressed.
+of what serves real models is right in both. A refusal is a user who is told. What is wrong are kernel pages smaller than vLLM's
+blocks, in models without recurrent state (it edits hybrids only) and TurboQuant's: it takes such pages for compressed ones and
+copies one of several. And layers of one shape whose blocks are differently far apart: it copies them all by one stride.
 
 Of {cases} registrations LMCache alone is right in {right} and silently wrong in {wrong}; the rest it refuses.
 """
