@@ -42,7 +42,7 @@ class Policy:
 class Outcome:
     """One fleet's end: when the last worker was registered, how many were not, requests sent, the most in one second to a server."""
 
-    all_registered_s: float
+    registered_s: float
     given_up: int
     requests: int
     burst: int
@@ -76,7 +76,7 @@ def run() -> Section:
         least_s = SERVER_UP_S + WORKERS / servers * sum(TAKES_S)
         for policy in policies():
             outcomes = [fleet(policy, servers, seed) for seed in SEEDS]
-            last = Spread.of(outcome.all_registered_s for outcome in outcomes)
+            last = Spread.of(outcome.registered_s for outcome in outcomes)
             given_up = Spread.of(outcome.given_up for outcome in outcomes).middle
             again = Spread.of(outcome.requests / WORKERS - len(TAKES_S) for outcome in outcomes)
             burst = Spread.of(outcome.burst for outcome in outcomes).middle
@@ -104,16 +104,16 @@ def run() -> Section:
 def fleet(policy: Policy, servers: int, seed: int) -> Outcome:
     """All servers of a fleet, each with its own workers: they do not meet."""
     chance = random.Random(seed)
-    outcomes = [_server(policy, WORKERS // servers, chance) for _ in range(servers)]
+    outcomes = [serve(policy, WORKERS // servers, chance) for _ in range(servers)]
     return Outcome(
-        max(outcome.all_registered_s for outcome in outcomes),
+        max(outcome.registered_s for outcome in outcomes),
         sum(outcome.given_up for outcome in outcomes),
         sum(outcome.requests for outcome in outcomes),
         max(outcome.burst for outcome in outcomes),
     )
 
 
-def _server(policy: Policy, workers: int, chance: random.Random) -> Outcome:
+def serve(policy: Policy, workers: int, chance: random.Random) -> Outcome:
     """One server and its workers. It is a queue, so that when a request arrives it is known when it will be answered."""
     free_s = SERVER_UP_S
     began_s = [chance.uniform(0, BOOT_S) for _ in range(workers)]

@@ -48,7 +48,8 @@ def run() -> Section:
             packages = ", ".join(f"{name} ({names.count(name)})" for name in sorted(set(names), key=lambda name: -names.count(name))[:8])
     return Section(
         "Start-up",
-        f"Import time and peak resident memory, {ROUNDS} processes each: first what is needed anyway, then what kvreg adds to it.",
+        f"Import time and peak resident memory, {ROUNDS} processes each: first what is needed anyway, then what kvreg adds to it.\n"
+        "Constructing the connector is LMCache's constructor after one question to the server, and waits for that; it is not timed here.",
         ("", "after", "which takes", "kvreg adds", "added over what was there", "resident", "kvreg adds"),
         rows,
         f"Modules that the connector adds, by package: {packages}.",
