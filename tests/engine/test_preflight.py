@@ -36,7 +36,6 @@ FLAGS = (
 
 CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "recurrent and full attention": (GDN_HYBRID, ("--mamba-cache-mode=align",)),
-    "recurrent, of half precision, in larger blocks": (GDN_HYBRID, ("--mamba-ssm-cache-dtype=float16", "--block-size=256")),
     "full attention on two ranks": (LLAMA, ("--tensor-parallel-size=2",)),
     "sliding windows": (SLIDING_WINDOW, ()),
     "latent attention": (MLA, ()),

@@ -21,15 +21,19 @@ _COMPILED = (
     "vllm._flashmla_extension_C",
     "vllm.vllm_flash_attn._vllm_fa2_C",
     "vllm.vllm_flash_attn._vllm_fa3_C",
+    "vllm.vllm_flash_attn.cute.",
 )
 """Extension modules of vLLM's builds for devices, which register kernels when they are imported."""
 
 _REQUIRED = {
     Vendor.CPU: (),
-    Vendor.CUDA: ("flashinfer.", "flashinfer_cubin.", "tilelang.", "cutlass.", "vllm.third_party.deep_gemm."),
+    Vendor.CUDA: ("flashinfer.", "flashinfer_cubin.", "tilelang.", "cutlass.", "quack.", "vllm.third_party.deep_gemm."),
     Vendor.ROCM: ("tilelang.",),
 }
 """Packages that a release of vLLM for these devices brings or requires, and that this machine lacks."""
+
+_NUMBERS: dict[str, object] = dict.fromkeys(("Int32", "Int64", "Uint32", "Uint64"), int)
+"""CUTLASS's integer types, of which modules make constants while they are imported."""
 
 _MULTIMODAL = ("torchvision.",)
 """What vLLM imports beside a multimodal model's layers to prepare pictures; a preflight prepares none."""
@@ -92,6 +96,10 @@ def _install(target: Target) -> None:
         platforms.vllm_version_matches_substr = lambda _: False
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         import vllm._custom_ops  # noqa: F401 - describes the kernels that exist, before any is stood in for
+        from vllm.triton_utils import HAS_TRITON, tl
+
+        if not HAS_TRITON:
+            stand_ins.stand_in_attributes(tl)  # vLLM keeps a part of Triton's language in its place
 
         stand_ins.stand_in_kernels(("_C", "_moe_C"))
         stand_ins.stand_in_streams()
@@ -102,7 +110,9 @@ def _platform(target: Target) -> Any:
         from vllm.platforms.cpu import CpuPlatform
 
         return CpuPlatform()
-    stand_ins.stand_in_modules((*_COMPILED, *_REQUIRED[target.vendor]))
+    stand_ins.stand_in_modules((*_COMPILED, *_REQUIRED[target.vendor]), {"cutlass": _NUMBERS})
+    # The build for CPU has a module of this name, for processors that this one may not be.
+    stand_ins.hide("vllm._C")
     if target.vendor is Vendor.ROCM:
         stand_ins.stand_in_modules(("amdsmi",), {"amdsmi": _amdsmi(target)})
         from vllm.platforms.rocm import RocmPlatform

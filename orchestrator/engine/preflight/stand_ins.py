@@ -8,13 +8,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from stages.errors import PreflightImpossible
+
+_OPTIONS = frozenset({"pass_configs"})
+"""What decorators of kernels are given."""
 
 
 class StandIn:
@@ -31,10 +34,17 @@ class StandIn:
     def __or__(self, other: object) -> "StandIn":
         return self
 
+    def __getitem__(self, item: object) -> "StandIn":
+        return self
+
     __ror__ = __or__
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ARG002 - any call
-        """Nothing computes here. Raises PreflightImpossible, which names the kernel."""
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """As a decorator, or with a decorator's options, it holds. Nothing computes: raises PreflightImpossible, which names it."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], FunctionType):
+            return args[0]
+        if not args and set(kwargs) <= _OPTIONS:
+            return self
         raise PreflightImpossible(f"vLLM wants to run {self._name} to plan this model, and no kernel runs here", "--assume")
 
 
@@ -72,6 +82,16 @@ class _StandInModule(ModuleType):
 def stand_in_modules(names: Sequence[str], facts: Mapping[str, Mapping[str, object]] | None = None) -> None:
     """Let these modules be imported from now on. A real one that is on this machine is never hidden by one that merely could be."""
     sys.meta_path.append(StandInModules(names, facts or {}))
+
+
+def hide(name: str) -> None:
+    """Let a module that is on this machine not be imported, where the assumed machine has another of its name."""
+    sys.modules.setdefault(name, _StandInModule(name))
+
+
+def stand_in_attributes(module: ModuleType) -> None:
+    """Let a module that is here only in part have every name."""
+    vars(module)["__getattr__"] = StandIn(module.__name__).__getattr__
 
 
 class _Kernels(torch._ops._OpNamespace):
