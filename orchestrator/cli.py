@@ -163,7 +163,9 @@ def explain(
 
 
 @app.command()
-def demo() -> None:
+def demo(
+    snapshot: Annotated[str | None, typer.Option(help="Instead, the registration in this file: a block of each group.")] = None,
+) -> None:
     """Register four workers, move their blocks and verify every byte.
 
     Uses memory of this machine only; no GPU, no engine and no server is needed. Exit status 0 only if every byte is back.
@@ -171,14 +173,40 @@ def demo() -> None:
     import torch
 
     from orchestrator import screen
-    from orchestrator.demo import demonstrate
-    from orchestrator.demo_screen import demonstration
     from orchestrator.portal import run_sync
 
     torch.set_num_threads(1)  # on a busy machine threads that wait for each other take longer than one
+    if snapshot is not None:
+        raise typer.Exit(_demo_of(snapshot))
+    from orchestrator.demo import demonstrate
+    from orchestrator.demo_screen import demonstration
+
     shown = run_sync(demonstrate)
     screen.console().print(demonstration(shown))
     raise typer.Exit(0 if shown.proven else 1)
+
+
+def _demo_of(path: str) -> int:
+    """The exit status of a snapshot's replay, which is printed."""
+    from orchestrator import screen
+    from orchestrator.check import Accepted, check
+    from orchestrator.demo_screen import replayed
+    from orchestrator.portal import run_sync
+    from orchestrator.replay import replay
+    from orchestrator.snapshot import read
+
+    try:
+        offer = read(path)
+    except SnapshotInvalid as error:
+        print(screen.plain(str(error)), file=sys.stderr)
+        return UNUSABLE
+    verdict = check(offer)
+    screen.console().print(screen.verdict(path, verdict))
+    if not isinstance(verdict, Accepted):
+        return REJECTED
+    moved = run_sync(lambda: replay(offer))
+    screen.console().print(replayed(moved))
+    return 0 if all(group.right for group in moved) else 1
 
 
 if __name__ == "__main__":

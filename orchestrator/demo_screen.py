@@ -1,6 +1,6 @@
 """The demonstration as a person reads it in a terminal."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Group, RenderableType
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from orchestrator import screen
 from orchestrator.demo import BLOCK_TOKENS, KERNEL_TOKENS, LAYERS, LOST, NUM_BLOCKS, PAGE_BYTES, STORED, Demonstrated, Demonstration
+from orchestrator.replay import Replayed
 from stages.errors import Stage
 from stages.model import Plan
 
@@ -42,6 +43,20 @@ def demonstration(shown: Demonstration) -> RenderableType:
         "",
         _verdict(shown),
     )
+
+
+def replayed(moved: Sequence[Replayed]) -> RenderableType:
+    """What came back of each group of a snapshot."""
+    out = screen.table("group", "layers", "owned bytes", "back", "others", right=("group", "layers", "owned bytes", "back"))
+    for group in moved:
+        out.add_row(
+            str(group.group),
+            str(group.layers),
+            f"{group.owned_bytes:,}",
+            f"{group.right_bytes:,}",
+            "untouched" if group.untouched else Text("changed", style="bold red"),
+        )
+    return out
 
 
 def _section(title: str, *parts: RenderableType) -> Iterator[RenderableType]:
