@@ -113,6 +113,7 @@ def stop(number: int, frame: object) -> None:
 
 def main(folder: Path) -> None:
     """Every disturbance, one after the other."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with it ignored
     run_sync(lambda: register(hybrid(), Asked(lambda: None, waits=False)))  # what a first registration imports is there before the forks
     nothing: Callable[[int], None] = lambda pid: None  # noqa: E731
     ended = {
