@@ -28,7 +28,7 @@ FLAGS = (
     "--max-model-len=2048",
     "--max-num-batched-tokens=2048",
     "--max-num-seqs=2",
-    "--num-gpu-blocks-override=32",
+    "--num-gpu-blocks-override=160",
     "--enable-prefix-caching",
     "--kv-transfer-config",
     json.dumps(CONNECTOR),
