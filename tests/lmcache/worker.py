@@ -38,6 +38,9 @@ class Worker:
 
     def __init__(self, server: Server, device: str = "cpu") -> None:
         self.url = f"tcp://127.0.0.1:{server.port}"
+        # A context of its own: what a worker leaves behind when its server is gone is nobody else's.
+        self._context = zmq.Context()
+        self._context.setsockopt(zmq.LINGER, 0)
         self.adapter: Any = LMCacheMPWorkerAdapter(self.url, *self._arguments, extra_config=_EXTRA)
         self.backend = LMCacheBackend(self.adapter)
         self.offer = hybrid(device=device)
@@ -45,10 +48,7 @@ class Worker:
     @property
     def _arguments(self) -> tuple[Any, ...]:
         alone = ParallelStrategy(mla_only=False, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1)
-        # A context of its own: what a worker leaves behind when its server is gone is nobody else's.
-        context = zmq.Context()
-        context.setsockopt(zmq.LINGER, 0)
-        return context, "model", BLOCK, alone
+        return self._context, "model", BLOCK, alone
 
     def register(self, timeout_s: float = LONG_S) -> Receipt:
         """The whole pipeline, as the connector runs it."""
@@ -85,6 +85,7 @@ class Worker:
         """End it, whether or not the server still answers."""
         self.adapter._mq_timeout = 1
         self.adapter.shutdown()
+        self._context.destroy(linger=0)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
