@@ -43,7 +43,8 @@ def test_what_is_loaded_from_outside_generates_what_computing_would(case: Case, 
 
 def test_an_engine_that_would_not_read_what_it_loads_is_refused(folder: Path, running: Server) -> None:
     """MLA on a CPU whose kernels know no cached prefix: the engine ends at once and says why, before any wrong answer."""
-    case = replace(CASES[-1], name="mla-as-it-is", prepare=None)
+    # vLLM turns it off itself where the CPU has no tiles for these kernels, and leaves it on where it has.
+    case = replace(CASES[-1], name="mla-as-it-is", prepare=None, engine={"enable_prefix_caching": False})
     engine = Engine(folder, case.name, case.spec(folder, {**KVREG, "kv_connector_extra_config": running.transfer}, ("p",)))
     assert engine.wait() != 0
     assert "prefix_unread (device=cpu" in engine.text
