@@ -188,6 +188,8 @@ def demo(
 
 def _demo_of(path: str) -> int:
     """The exit status of a snapshot's replay, which is printed."""
+    from tempfile import gettempdir
+
     from orchestrator import screen
     from orchestrator.check import Accepted, check
     from orchestrator.demo_screen import replayed
@@ -204,7 +206,11 @@ def _demo_of(path: str) -> int:
     screen.console().print(screen.verdict(path, verdict))
     if not isinstance(verdict, Accepted):
         return REJECTED
-    moved = run_sync(lambda: replay(offer))
+    try:
+        moved = run_sync(lambda: replay(offer))
+    except (OSError, RuntimeError) as error:  # torch maps a file, and says what failed by a RuntimeError
+        print(f"kvreg: no room for this registration's memory in {gettempdir()}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return UNUSABLE
     screen.console().print(replayed(moved))
     return 0 if all(group.right for group in moved) else 1
 

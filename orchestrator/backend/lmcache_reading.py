@@ -85,7 +85,7 @@ def _unpadded_geometry(plan: Plan, padded: EngineGroup) -> str:
             tokens = -(-layer.owned.size_bytes // (token_bytes * block_size)) * block_size
             if width_bytes(layer.owned.size_bytes, tokens, tokens * token_bytes) == token_bytes:
                 return f"--block-size {block_size}, for blocks of {tokens} tokens"
-    return "other page sizes: no --block-size makes this model's pages equal"
+    return f"other page sizes: no --block-size of {', '.join(map(str, _BLOCK_SIZES))} fills this model's pages"
 
 
 def _as_the_server_reads(plan: Plan, chunk_size_tokens: int) -> Sequence[KernelGroupInfo]:

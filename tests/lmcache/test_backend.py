@@ -93,7 +93,7 @@ def test_padded_pages_on_cpu_come_with_a_block_size_that_works_if_there_is_one()
         check_reading(gdn_on_cpu(128, 640), chunk_size_tokens=640)
     assert refused.value.reason is Reason.PADDED_PAGES_ON_CPU
     check_reading(gdn_on_cpu(128, 544), chunk_size_tokens=544)
-    with pytest.raises(TransferRefused, match="no --block-size makes this model's pages equal"):
+    with pytest.raises(TransferRefused, match="no --block-size of 32, 64, 128 fills this model's pages"):
         check_reading(gdn_on_cpu(512, 256), chunk_size_tokens=256)
 
 
