@@ -38,13 +38,14 @@ def block_dim(tensor: torch.Tensor, spec: LeafSpec, num_blocks: int) -> int:
     """Which dim counts blocks: the first, but the second of rank-5 attention that keeps K and V outermost.
 
     `[2, P, s, H, D]` (K and V first) and `[P, 2, s, H, D]` with two blocks look alike: of the two dims of size 2, the
-    one with the larger stride counts blocks unless memory is K/V-first, and with dims in memory order nothing says.
+    one with the larger stride counts blocks unless memory is K/V-first, and with dims in memory order nothing says. Of any
+    other count the first dim of size 2 is K and V; rows that are no multiple of the blocks are refused, not counted elsewhere.
     """
     shape = tensor.shape
     if len(shape) != 5 or shape[0] != 2 or spec.kind is Kind.MAMBA:
         return 0
     if num_blocks != 2 or shape[1] != 2:
-        return 1 if num_blocks == 0 or shape[1] % num_blocks == 0 else 0
+        return 1
     if tensor.stride(0) < tensor.stride(1):
         return 1
     raise reject(Reason.BLOCK_DIM_AMBIGUOUS, shape=tuple(shape), stride=tensor.stride(), num_blocks=num_blocks)

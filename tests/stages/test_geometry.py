@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.errors import Reason, RegistrationRejected, RuleRejected
-from stages.geometry import MAX_RUNS, strided_runs
-from stages.model import Run
+from stages.geometry import MAX_RUNS, block_dim, block_runs, strided_runs
+from stages.model import CacheTensor, Kind, LayerCache, LeafSpec, Run
 from stages.validate import validate
 from tests.stages.judge import owned
 from tests.stages.worlds import World, arbitrary, served
@@ -63,3 +63,14 @@ def test_a_cache_of_an_engine_in_production_is_no_work() -> None:
     """A million blocks of a few hundred kernel pages cost as much as one."""
     blocks, pages, page = 1 << 20, 256, 1 << 14
     assert strided_runs((blocks * pages, 2, 64, 128), (page, page // 2, 128, 1), 0, 2) == (Run(0, blocks * pages * prod((2, 64, 128)) * 2),)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_planes_of_keys_and_values_that_are_short_of_rows_are_no_blocks(rows: int) -> None:
+    """Two blocks in K and V planes of an odd number of rows: refused, not taken for two blocks of one plane each."""
+    tensor = torch.empty(2, rows, 4, 2, 8)
+    spec = LeafSpec(Kind.FULL_ATTENTION, 4, 1 << 20, 4)
+    assert block_dim(tensor, spec, 2) == 1
+    with pytest.raises(RuleRejected) as caught:
+        block_runs(LayerCache((CacheTensor(tensor, "0", tensor.nbytes),)), spec, 2)
+    assert (caught.value.reason, caught.value.facts) == (Reason.PAGES_PER_BLOCK, {"rows": rows, "num_blocks": 2})
