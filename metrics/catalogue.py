@@ -7,12 +7,11 @@ the label values it will ever have for one worker.
 
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import product
 from typing import Literal, TypeAlias
 
 from metrics.observer import Outcome, Run
 from stages.edit import IDENTITY_SPLIT_VIEW
-from stages.errors import Reason, Stage
+from stages.errors import REASONS, Reason, Stage
 from stages.rules import RULES
 
 MetricType: TypeAlias = Literal["counter", "gauge", "histogram"]
@@ -81,7 +80,7 @@ RULE_REJECTIONS = Metric(
     "counter",
     "Refusals of KV cache groups, one per reason and group however many layers it names.",
     ("stage", "rule", "reason"),
-    tuple((stage, rule, reason.value) for (stage, rule), reason in product(_refusals(), Reason)),
+    tuple((stage, rule, reason.value) for stage, rule in _refusals() for reason in Reason if reason in REASONS[Stage(stage)]),
 )
 RULE_LAST_REJECTION = Metric(
     "kvreg_rule_last_rejection_timestamp_seconds",

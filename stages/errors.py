@@ -86,6 +86,70 @@ class Reason(StrEnum):
     SHUTTING_DOWN = "shutting_down"
 
 
+REASONS: Mapping[Stage, frozenset[Reason]] = {
+    Stage.VALIDATE: frozenset(
+        {
+            Reason.CROSS_ATTENTION,
+            Reason.ENCODER_ONLY_ATTENTION,
+            Reason.MAMBA_CACHE_MODE,
+            Reason.UNKNOWN_KIND,
+            Reason.HOST_RESIDENT,
+            Reason.LAYER_IN_TWO_GROUPS,
+            Reason.LAYER_WITHOUT_CACHE,
+            Reason.LAYER_WITHOUT_SPEC,
+            Reason.CACHE_WITHOUT_GROUP,
+            Reason.AUX_POOL_NAME,
+            Reason.CHUNK_SIZE,
+            Reason.UNKNOWN_LAYOUT,
+            Reason.SCATTERED_LAYOUT,
+            Reason.BLOCK_DIM_AMBIGUOUS,
+            Reason.PAGES_PER_BLOCK,
+            Reason.PAGE_TOO_SMALL,
+            Reason.PAGE_TOO_LARGE,
+            Reason.PAST_STORAGE,
+            Reason.STATE_STRIDES,
+            Reason.STATES_APART,
+            Reason.SCATTERED_BLOCK,
+        }
+    ),
+    Stage.EDIT: frozenset(
+        {
+            Reason.PAGE_TOO_LARGE,
+            Reason.PAST_STORAGE,
+            Reason.PADDED_KERNEL_PAGES,
+            Reason.SCATTERED_BLOCK,
+            Reason.WIDTH,
+            Reason.NOT_A_VIEW,
+            Reason.UNREADABLE_VIEW,
+            Reason.BLOCK_COUNT,
+            Reason.BLOCK_STRIDE,
+            Reason.SLOTS_PER_BLOCK,
+            Reason.BYTES_MISSED,
+            Reason.BYTES_OF_ANOTHER_BLOCK,
+            Reason.BYTES_BEYOND_PADDING,
+            Reason.BYTES_OF_ANOTHER_LAYER,
+            Reason.TRANSFER_IDENTITY_SHARED,
+        }
+    ),
+    Stage.ENGINE_GROUP_INFO: frozenset(),
+    Stage.TRANSFER_REGISTER: frozenset(
+        {
+            Reason.ALREADY_REGISTERED,
+            Reason.NOTHING_TO_REGISTER,
+            Reason.TRANSFER_TIMEOUT,
+            Reason.TRANSFER_UNREACHABLE,
+            Reason.TRANSFER_REFUSED,
+            Reason.SERVER_DISAGREES,
+            Reason.TRANSFER_MODE,
+            Reason.SHARED_MEMORY,
+            Reason.PADDED_PAGES_ON_CPU,
+            Reason.PREFIX_UNREAD,
+            Reason.SHUTTING_DOWN,
+        }
+    ),
+}
+"""Which stage gives which reason; what is proven can be grouped, so grouping refuses nothing. Series are made of these alone."""
+
 HINTS: Mapping[Reason, str] = {
     Reason.CROSS_ATTENTION: "encoder-decoder caches cannot be reused by token prefix: serve this model without a KV connector",
     Reason.ENCODER_ONLY_ATTENTION: "encoder-only layers keep no KV cache to reuse: serve this model without a KV connector",

@@ -12,6 +12,7 @@ import pytest
 from stages import errors
 from stages.errors import (
     HINTS,
+    REASONS,
     EngineUnsupported,
     Facts,
     KVRegError,
@@ -95,6 +96,24 @@ def test_every_reason_is_raised_somewhere() -> None:
     for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py") if path.name != "errors.py"):
         named |= set(re.findall(r"\bReason\.([A-Z_]+)\b", path.read_text(encoding="utf-8")))
     assert {reason.name for reason in Reason} - named == set()
+
+
+GIVEN_BY = {
+    Stage.VALIDATE: ("stages/validate.py", "stages/geometry.py"),
+    Stage.EDIT: ("stages/edit.py", "stages/pages.py", "stages/proof.py", "stages/rules/*.py"),
+    Stage.ENGINE_GROUP_INFO: ("stages/engine_groups.py",),
+    Stage.TRANSFER_REGISTER: ("stages/transfer.py", "orchestrator/*.py", "orchestrator/backend/*.py", "orchestrator/connector/*.py"),
+}
+"""Where each stage's refusals are raised; `orchestrator/explain.py` only speaks of them."""
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_a_reason_is_given_only_where_its_stage_may_give_it(stage: Stage) -> None:
+    """An alert on any reason of any stage has a series, and no series waits for what cannot happen."""
+    files = [path for pattern in GIVEN_BY[stage] for path in ROOT.glob(pattern) if path.name != "explain.py"]
+    given = {name for path in files for name in re.findall(r"\bReason\.([A-Z_]+)\b", path.read_text(encoding="utf-8"))}
+    assert files
+    assert given == {reason.name for reason in REASONS[stage]}
 
 
 @pytest.mark.parametrize("reason", Reason)

@@ -12,7 +12,7 @@ import torch
 from orchestrator.backend.embedded import EmbeddedBackend
 from orchestrator.pipeline import register
 from orchestrator.portal import run_sync
-from stages.errors import RegistrationRejected, TransferRefused
+from stages.errors import REASONS, RegistrationRejected, TransferRefused
 from stages.model import Offer, Receipt
 from tests.stages.judge import NOBODY, judge, owned, owners, transferred
 from tests.stages.worlds import World
@@ -47,6 +47,7 @@ def _assert_told(world: World, refused: RegistrationRejected) -> None:
     """A refusal has facts and a hint, and names layers of this worker; only a layout concerns all of them at once."""
     names = {laid.name for laid in world.layers} | {name for group in world.groups for name in group.layer_names}
     for rejection in refused.rejections:
+        assert rejection.reason in REASONS[rejection.stage]
         assert rejection.hint
         assert set(rejection.layer_names) <= names
         assert rejection.layer_names or rejection.facts
