@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+import torch
+
 from stages.errors import Reason, RegistrationRejected, Rejection, RuleRejected, Stage, reject
-from stages.model import Edited, EditedLayer, Layer, Layout, Paging, TransferPage, Validated
+from stages.model import AlikeLayers, Edited, EditedLayer, Layer, Layout, Paging, TransferPage, Validated
 from stages.pages import opaque_page, read_page, two_plane_page
-from stages.proof import overlapping, prove, within_storage
+from stages.proof import overlapping, prove
 from stages.rules import RULES
 from stages.rules.rule import Edit, Rule
 
@@ -30,32 +32,36 @@ def edit(validated: Validated, rules: tuple[Rule, ...] = RULES) -> Edited:
     edited: list[EditedLayer] = []
     rejections: list[Rejection] = []
     proven: dict[object, Paging] = {}
-    told_apart: dict[object, Paging] = {}
+    together: dict[tuple[int, object], tuple[Paging, list[int]]] = {}
     taken: dict[object, object] = {}
     for layer in validated.layers:
-        alike = _alike(layer)
-        paging, rule = told_apart.get((layer.group, alike)), None
-        try:
-            if paging is None:
-                paging = proven.get(alike)
-                if paging is None:
-                    rule = next((rule for rule in rules if rule.matches(layer, layout)), None)
-                    paging = proven[alike] = _edit(layer, rule, layout)
-                paging = told_apart[layer.group, alike] = _told_apart(layer, paging, layout, taken)
-            edited.append(_paged(layer, paging))
-        except RuleRejected as refusal:
-            rejections.append(_rejection(layer, paging.rule if paging else rule.name if rule else None, refusal))
+        group, alike = layer.group, _alike(layer)
+        known = together.get((group, alike))
+        if known is None:
+            rule = next((rule for rule in rules if rule.matches(layer, layout)), None)
+            try:
+                if alike not in proven:
+                    proven[alike] = _edit(layer, rule, layout)
+                known = together[group, alike] = (_told_apart(layer, proven[alike], layout, taken), [])
+            except RuleRejected as refusal:
+                rejections.append(_rejection(layer, rule.name if rule else None, refusal))
+                continue
+        paging, indices = known
+        indices.append(len(edited))
+        edited.append(EditedLayer(layer, _view(layer, paging), paging))
     rejections += [_rejection(other.layer, other.rule, refusal) for other, refusal in overlapping(edited)]
     if rejections:
         raise RegistrationRejected(tuple(_merged(rejections)))
-    return Edited(validated.offer, layout, tuple(edited), validated.excluded, _applied(edited))
+    same = tuple(AlikeLayers(group, paging, tuple(indices)) for (group, _), (paging, indices) in together.items())
+    return Edited(validated.offer, layout, tuple(edited), validated.excluded, same, _applied(edited, same))
 
 
 def _alike(layer: Layer) -> object:
     """All that a rule may look at, and a proof does: layers of which this is equal are edited and proven once.
 
-    They differ in where they begin, by a multiple of every element size. Where their storage ends is looked at only
-    where it cuts a last page's padding short.
+    They differ in where they begin, by a multiple of every element size. The proof compares bytes of one layer with each
+    other, so it moves along; where the storage ends is looked at where that cuts short what a transfer may touch. The
+    other layers are looked at by `overlapping`.
     """
     geometry, begin = layer.geometry, layer.begin_bytes
     left_bytes = layer.cache.tensors[0].storage_size_bytes - begin
@@ -83,19 +89,15 @@ def _proven(layer: Layer, edit: Edit, rule: str | None, layout: Layout) -> Pagin
     return Paging(tuple(view.shape), view.stride(), begin_bytes, page, edit.block_dim, rule, edit.opaque)
 
 
-def _paged(layer: Layer, paging: Paging) -> EditedLayer:
-    """A layer under a view that was proven for it or one like it. Raises RuleRejected.
-
-    The proof compares bytes of one layer with each other, so it holds wherever the layer begins. What does not move
-    along is the end of the storage, which is looked at here, and the other layers, which `overlapping` looks at.
-    """
-    part, begin, page = layer.cache.tensors[0], layer.begin_bytes, paging.page
-    within_storage(page.planned, begin, part.storage_size_bytes)
+def _view(layer: Layer, paging: Paging) -> torch.Tensor:
+    """A layer's tensor under a view that was proven for it or one like it."""
+    raw = layer.cache.tensors[0].tensor
     if paging.rule is None:
-        return EditedLayer(layer, part.tensor, paging)
+        return raw
+    dtype = paging.page.dtype
     # No elements of any dtype re-view as another dtype; a permuted page may not.
-    typed = part.tensor if part.tensor.dtype is page.dtype else part.tensor.as_strided((0,), (1,), 0).view(page.dtype)
-    return EditedLayer(layer, typed.as_strided(paging.shape, paging.stride, (begin + paging.begin_bytes) // page.dtype.itemsize), paging)
+    typed = raw if raw.dtype is dtype else raw.as_strided((0,), (1,), 0).view(dtype)
+    return typed.as_strided(paging.shape, paging.stride, (layer.begin_bytes + paging.begin_bytes) // dtype.itemsize)
 
 
 def _told_apart(layer: Layer, paging: Paging, layout: Layout, taken: dict[object, object]) -> Paging:
@@ -142,12 +144,12 @@ def _other_pages(layer: Layer, page: TransferPage, layout: Layout) -> Iterator[E
             yield Edit(opaque_page(layer, layout, page.dtype, page.slots, columns // heads, heads))
 
 
-def _applied(edited: list[EditedLayer]) -> dict[tuple[int, str], tuple[str, ...]]:
-    names: dict[tuple[int, str], list[str]] = {}
-    for layer, _, paging in edited:
-        if paging.rule is not None:
-            names.setdefault((layer.group, paging.rule), []).append(layer.name)
-    return {what: tuple(layers) for what, layers in names.items()}
+def _applied(edited: list[EditedLayer], same: tuple[AlikeLayers, ...]) -> dict[tuple[int, str], tuple[str, ...]]:
+    indices: dict[tuple[int, str], list[int]] = {}
+    for alike in same:
+        if alike.paging.rule is not None:
+            indices.setdefault((alike.group, alike.paging.rule), []).extend(alike.indices)
+    return {what: tuple(edited[index].layer.name for index in sorted(layers)) for what, layers in indices.items()}
 
 
 def _rejection(layer: Layer, rule: str | None, refusal: RuleRejected) -> Rejection:

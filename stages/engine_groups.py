@@ -9,31 +9,26 @@ import hashlib
 
 import torch
 
-from stages.model import Edited, EditedLayer, EngineGroup, Paging, Plan
+from stages.model import AlikeLayers, Edited, EditedLayer, EngineGroup, Plan
 
 
 def engine_groups(edited: Edited) -> Plan:
     """The plan: tensors in registration order and the groups that refer to them by position."""
-    indices: dict[object, list[int]] = {}
-    members_of: dict[tuple[int, Paging], list[int]] = {}
-    for index, layer in enumerate(edited.layers):
-        group, paging = layer.layer.group, layer.paging
-        members = members_of.get((group, paging))
-        if members is None:
-            members = members_of[group, paging] = indices.setdefault((group, paging.page.identity), [])
-        members.append(index)
-    groups = tuple(_group(edited, members) for members in indices.values())
+    copied_alike: dict[object, list[AlikeLayers]] = {}
+    for alike in edited.alike:
+        copied_alike.setdefault((alike.group, alike.paging.page.identity), []).append(alike)
+    groups = tuple(_group(edited, members) for members in copied_alike.values())
     return Plan(edited.offer, edited.layout, edited.layers, groups, edited.excluded)
 
 
-def _group(edited: Edited, members: list[int]) -> EngineGroup:
-    layers = [edited.layers[index] for index in members]
+def _group(edited: Edited, members: list[AlikeLayers]) -> EngineGroup:
+    indices = sorted(index for alike in members for index in alike.indices)
+    layers = [edited.layers[index] for index in indices]
     first, page = layers[0], layers[0].paging.page
-    pagings = {layer.paging: layer for layer in layers}
-    orders = {paging: repr(_byte_order(layer)) for paging, layer in pagings.items()}
+    orders = {alike.paging: repr(_byte_order(edited.layers[alike.indices[0]])) for alike in members}
     return EngineGroup(
         engine_group_id=first.layer.group,
-        layer_indices=tuple(members),
+        layer_indices=tuple(indices),
         tokens_per_block=first.layer.tokens_per_block,
         sw_size_tokens=first.layer.spec.window_tokens,
         # LMCache's auxiliary page pools live in engine groups after the engine's own, and are tagged 1, 2, …
@@ -44,7 +39,7 @@ def _group(edited: Edited, members: list[int]) -> EngineGroup:
         block_bytes=page.planned.size_bytes,
         block_stride_bytes=page.planned.stride_bytes,
         num_blocks=page.planned.num_blocks,
-        opaque=any(paging.opaque for paging in pagings),
+        opaque=any(alike.paging.opaque for alike in members),
         layout_fingerprint=hashlib.sha256(f"[{', '.join(orders[layer.paging] for layer in layers)}]".encode()).hexdigest()[:16],
     )
 
@@ -58,7 +53,8 @@ def _byte_order(layer: EditedLayer) -> tuple[object, ...]:
     pages = layer.layer.pages_per_block if layer.opaque else 1
     block_dim = layer.layer.block_dim if layer.opaque else layer.block_dim
     inner = [_inner_order(tensor, block_dim, layer.layer.owned.start) for tensor in tensors]
-    return (layer.layer.spec.kind, layer.page.planned.size_bytes, layer.page.identity, pages, inner)
+    page = layer.paging.page
+    return (layer.layer.spec.kind, page.planned.size_bytes, page.identity, pages, inner)
 
 
 def _inner_order(tensor: torch.Tensor, block_dim: int, page_start: int) -> tuple[object, ...]:

@@ -126,12 +126,13 @@ class OfferedGroup:
     block_size: int | None = None
     transferable: bool = True
     host_resident: bool = False
+    leaf_specs: tuple[LeafSpec, ...] = field(init=False, repr=False, compare=False)
+    """The specs of its layers, each object once: the engine gives most layers of a group the same one."""
 
-    @property
-    def leaf_specs(self) -> tuple[LeafSpec, ...]:
-        """The specs of its layers, each object once: the engine gives most layers of a group the same one."""
+    def __post_init__(self) -> None:
         specs = list(map(self.specs.get, self.layer_names))
-        return tuple(spec for spec in dict(zip(map(id, specs), specs, strict=True)).values() if spec is not None)
+        once = dict(zip(map(id, specs), specs, strict=True)).values()
+        object.__setattr__(self, "leaf_specs", tuple(spec for spec in once if spec is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,7 @@ class Geometry:
     owned: BlockRuns
     """What each block owns as the *raw* tensors say, counted from where a layer begins."""
     reach_bytes: int
-    """From where a layer begins to the end of its last page, all padding included."""
+    """From where a layer begins to the end of what a proven transfer may touch: of its last page, all padding included."""
     tokens_per_block: int
 
 
@@ -395,6 +396,16 @@ class EditedLayer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class AlikeLayers:
+    """Layers of one group that are read the same way and differ only in where they begin."""
+
+    group: int
+    paging: Paging
+    indices: tuple[int, ...]
+    """Positions in `Edited.layers`, rising."""
+
+
+@dataclass(frozen=True, slots=True)
 class Edited:
     """Every layer re-paged to block granularity and proven."""
 
@@ -402,6 +413,8 @@ class Edited:
     layout: Layout
     layers: tuple[EditedLayer, ...]
     excluded: tuple[ExcludedLayer, ...]
+    alike: tuple[AlikeLayers, ...]
+    """Every layer once, by the order of their first ones."""
     applied: Mapping[tuple[int, str], tuple[str, ...]]
     """Which rule edited which layers of which group: names by group and rule."""
 

@@ -33,7 +33,8 @@ def prove(layer: Layer, page: TransferPage) -> None:
     missed = sum(run.stop - run.start for run in minus(owned.runs, planned.runs))
     if missed:
         raise reject(Reason.BYTES_MISSED, missed_bytes=missed, owned_bytes=owned.size_bytes)
-    within_storage(planned, 0, layer.storage_size_bytes)
+    if planned.extent.start < 0 or planned.extent.stop > layer.storage_size_bytes:
+        raise reject(Reason.PAST_STORAGE, end_bytes=planned.extent.stop, storage_bytes=layer.storage_size_bytes)
     for run in planned.runs:
         for other in owned.runs:
             if reaches_another_block(run, other, owned.stride_bytes, owned.num_blocks):
@@ -42,13 +43,6 @@ def prove(layer: Layer, page: TransferPage) -> None:
     beyond = sum(run.stop - run.start for run in minus(minus(planned.runs, owned.runs), padding))
     if beyond:
         raise reject(Reason.BYTES_BEYOND_PADDING, beyond_bytes=beyond, page_size_bytes=spec.page_size_bytes)
-
-
-def within_storage(planned: BlockRuns, begin_bytes: int, storage_size_bytes: int) -> None:
-    """Raise RuleRejected where a transfer that begins there would leave the storage: the one part of a proof that asks where."""
-    end_bytes = begin_bytes + planned.extent.stop
-    if planned.num_blocks and (begin_bytes + planned.extent.start < 0 or end_bytes > storage_size_bytes):
-        raise reject(Reason.PAST_STORAGE, end_bytes=end_bytes, storage_bytes=storage_size_bytes)
 
 
 def overlapping(layers: Iterable[EditedLayer]) -> Iterator[tuple[EditedLayer, RuleRejected]]:

@@ -71,11 +71,10 @@ def check_groups(offer: Offer, refusals: "Refusals") -> None:
             continue
         if group.host_resident:
             refusals.add(Reason.HOST_RESIDENT, index, group.layer_names)
-        verdicts = {id(spec): _verdict(spec) for spec in (None, *group.leaf_specs)}
-        for name in group.layer_names:
-            verdict = verdicts[id(group.specs.get(name))]
-            if verdict is not None:
-                refusals.add(verdict.reason, index, (name,), **verdict.facts)
+        refused = {id(spec): verdict for spec in (None, *group.leaf_specs) if (verdict := _verdict(spec))}
+        for name, spec in zip(group.layer_names, map(id, map(group.specs.get, group.layer_names)), strict=True):
+            if spec in refused:
+                refusals.add(refused[spec].reason, index, (name,), **refused[spec].facts)
     _check_chunk(offer, refusals)
 
 
@@ -254,8 +253,8 @@ def _geometry(cache: LayerCache, begin: int, spec: LeafSpec, num_blocks: int, to
     dim, ratio, owned = block_runs(cache, spec, num_blocks)
     _check_page(owned, spec)
     owned = owned.moved(-begin)
-    reach = owned.start + max(num_blocks - 1, 0) * owned.stride_bytes + spec.page_size_bytes
-    return Geometry(spec, dim, ratio, owned, reach, tokens_per_block)
+    last_page = owned.start + max(num_blocks - 1, 0) * owned.stride_bytes + spec.page_size_bytes
+    return Geometry(spec, dim, ratio, owned, max(last_page, owned.extent.stop), tokens_per_block)
 
 
 def _check_page(owned: BlockRuns, spec: LeafSpec) -> None:
@@ -271,15 +270,15 @@ def _check_page(owned: BlockRuns, spec: LeafSpec) -> None:
 def _check_storages(layers: list[Layer], refusals: Refusals) -> None:
     """Each storage against the last block cut from it. One that is too small was not made for these views, so every
     layer cut from it is refused: which of them would survive says nothing about the bytes they share."""
+    owning = [layer for layer in layers if layer.geometry.owned.runs]
+    if all(layer.begin_bytes + layer.geometry.owned.extent.stop <= layer.cache.tensors[0].storage_size_bytes for layer in owning):
+        return
     end: dict[str, int] = {}
-    too_small = False
+    for layer in owning:
+        storage = layer.cache.tensors[0].storage
+        end[storage] = max(end.get(storage, 0), layer.owned.extent.stop)
     for layer in layers:
-        part, owned = layer.cache.tensors[0], layer.geometry.owned
-        stop = layer.begin_bytes + owned.extent.stop if owned.runs else 0
-        too_small = too_small or stop > part.storage_size_bytes
-        end[part.storage] = max(end.get(part.storage, 0), stop)
-    for layer in layers if too_small else ():
-        last = end[layer.cache.tensors[0].storage]
+        last = end.get(layer.cache.tensors[0].storage, 0)
         if last > layer.storage_size_bytes:
             refusals.add(Reason.PAST_STORAGE, layer.group, (layer.name,), end_bytes=last, storage_bytes=layer.storage_size_bytes)
 
