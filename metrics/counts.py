@@ -26,7 +26,7 @@ class Counts:
     _values: dict[tuple[str, LabelValues], Value] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
-    def declare(self, metric: Metric, labels: LabelValues) -> None:
+    def declare(self, worker: LabelValues) -> None:
         """Nothing: a series that nothing happened to is not sent."""
 
     def add(self, metric: Metric, labels: LabelValues, amount: float) -> None:

@@ -72,7 +72,7 @@ def event_logger(logger: logging.Logger | None = None, *, as_json: bool = True) 
         wrapper_class=BoundLogger,
         context_class=dict,
         cache_logger_on_first_use=False,
-    )
+    ).bind()
     return bound
 
 
@@ -219,4 +219,6 @@ def _plain(value: object) -> Plain | list[Any] | dict[str, Any]:
 def _name(text: str, limit: int = _NAME_CHARACTERS) -> str:
     """One printable line: what would break the line, colour a terminal or not encode is escaped."""
     shown = text[:limit]
+    if shown.isprintable():
+        return shown
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape", "backslashreplace").decode() for letter in shown)

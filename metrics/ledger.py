@@ -5,7 +5,8 @@ at 1 after every crash never increases. So each worker keeps `kvreg-<instance>-<
 stock node_exporter serves (`--collector.textfile.directory`), reads its own old values back from it, and writes it
 before the refusal is raised.
 
-- The file is written aside, flushed to disk and renamed: a reader sees the old text or the new, never a part.
+- The file is written aside and renamed: a reader sees the old text or the new, never a part. What went wrong is flushed to
+  disk first, so that not even a power cut loses it; that a run began, or registered, is the kernel's to write when it likes.
 - One process writes a file, held by a lock beside it (`….lock`, flock, let go with the process, however it ends). One
   that comes second counts nothing away: it logs, and tries again at its next write.
 - A file that is not ours to read on is put aside as `….prom.broken`, and counting starts at zero.
@@ -27,8 +28,8 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from pathlib import Path
 from threading import RLock
 
@@ -51,6 +52,7 @@ _NAME_CHARACTERS = 80
 _HEAD_BYTES = 4096
 
 
+@lru_cache(maxsize=64)
 def ledger_path(directory: str | Path, instance: str, worker: Worker) -> Path:
     """Where a worker's ledger lies; one with another role than "worker" may have a worker's id, and has a file of its own.
 
@@ -72,6 +74,8 @@ class _Book:
     path: Path
     series: Series
     lock: int | None = None
+    texts: list[int] = field(default_factory=list)
+    """The last two texts' files, open: a file system may let go of a replaced text's pages only once they are on disk."""
 
 
 _books: dict[Path, _Book] = {}
@@ -111,15 +115,15 @@ class Ledger:
 
     def finished(self, run: Run, outcome: Outcome, cause: BaseException | None) -> None:
         """Write how the run ended, before its error is raised."""
-        self._count(run, lambda tally: tally.finished(run, outcome, cause))
+        self._count(run, lambda tally: tally.finished(run, outcome, cause), flush=outcome is not Outcome.REGISTERED)
 
     def recovered(self, run: Run, outcome: Outcome) -> None:
         """Write that a plan was sent again."""
-        self._count(run, lambda tally: tally.recovered(run, outcome))
+        self._count(run, lambda tally: tally.recovered(run, outcome), flush=outcome is not Outcome.REGISTERED)
 
     def bypassed(self, run: Run, cause: BaseException) -> None:
         """Write that the engine serves on without this worker's registration."""
-        self._count(run, lambda tally: tally.bypassed(run, cause))
+        self._count(run, lambda tally: tally.bypassed(run, cause), flush=True)
 
     def declare(self, workers: Iterable[Worker]) -> None:
         """Write the workers' series before any of them runs, so that a first refusal is an increase.
@@ -144,14 +148,14 @@ class Ledger:
             for path in [path for path in _books if path.parent == self._directory]:
                 _close(_books.pop(path))
 
-    def _count(self, run: Run, count: Callable[[Tally], None], *, write: bool = True) -> None:
+    def _count(self, run: Run, count: Callable[[Tally], None], *, write: bool = True, flush: bool = False) -> None:
         worker = worker_of(run)
         path = ledger_path(self._directory, self._instance, worker)
         with _guard:
             book = _books.setdefault(path, _Book(path, Series()))
             count(Tally(book.series, self._rules, self._clock))
             if write:
-                self._write(book, worker, run)
+                self._write(book, worker, run, flush=flush)
 
     def _prepare(self, path: Path, worker: Worker | None) -> None:
         with _guard:
@@ -160,16 +164,18 @@ class Ledger:
             book = _Book(path, Series())
             if worker is not None:
                 declare(book.series, worker)
-            self._write(book, worker, None)
+            self._write(book, worker, None, flush=False)
             _close(book)
 
-    def _write(self, book: _Book, worker: Worker | None, run: Run | None) -> None:
+    def _write(self, book: _Book, worker: Worker | None, run: Run | None, *, flush: bool) -> None:
         """The book's values into its file, or a line in the log. At the first write the file's own values come in."""
         try:
             if book.lock is None:
                 book.lock = _locked(book.path)
                 self._resume(book, worker, run)
-            _write_aside(book.path, book.series.text())
+            book.texts.append(_write_aside(book.path, book.series.text(), flush=flush))
+            if len(book.texts) > 2:
+                os.close(book.texts.pop(0))
         except OSError as failure:
             if run is not None or not isinstance(failure, BlockingIOError):
                 self._log.error("ledger.write_failed", **_about(book.path, worker, run), **_failure(failure))
@@ -235,6 +241,8 @@ def _forget_in_child() -> None:
 
 
 def _close(book: _Book) -> None:
+    while book.texts:
+        os.close(book.texts.pop())
     if book.lock is not None:
         os.close(book.lock)
         book.lock = None
@@ -275,25 +283,27 @@ def _worker_of_file(path: Path) -> Worker | None:
         return None
 
 
-def _write_aside(path: Path, text: str) -> None:
-    """Replace a file's text at once. Readable for all: the reader is another user's exporter."""
+def _write_aside(path: Path, text: str, *, flush: bool) -> int:
+    """Replace a file's text at once; returns the new file, open. Readable for all: the reader is another user's exporter."""
     aside = path.with_name(path.name + ".tmp")
     with suppress(FileNotFoundError):
         aside.unlink()
     file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        with os.fdopen(file, "wb") as opened:
+        with os.fdopen(file, "wb", closefd=False) as opened:
             opened.write(text.encode())
-            opened.flush()
-            os.fchmod(file, 0o644)
+        os.fchmod(file, 0o644)
+        if flush:
             # Without this a power cut could leave the new name on an empty file. The directory is not synced: what
             # a power cut may then lose is the newest text, not the ledger.
             os.fsync(file)
         os.replace(aside, path)
     except BaseException:
+        os.close(file)
         with suppress(OSError):
             aside.unlink()
         raise
+    return file
 
 
 def _about(path: Path, worker: Worker | None, run: Run | None) -> dict[str, str]:

@@ -8,7 +8,7 @@ directory would be an error; and they cannot go on from values that a dead proce
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -49,52 +49,81 @@ _PLACES = {metric.name: (metric, "") for metric in METRICS if metric.type != "hi
 _CLOSED = {metric.name: frozenset(metric.series) for metric in METRICS}
 
 
+@dataclass(slots=True)
+class _Kept:
+    """One metric's series: what each is or saw, and their text until one of them changes."""
+
+    values: dict[LabelValues, float] = field(default_factory=dict)
+    observed: dict[LabelValues, _Observed] = field(default_factory=dict)
+    text: str | None = None
+
+    def number(self) -> int:
+        """How many series there are."""
+        return len(self.values) + len(self.observed)
+
+
 @dataclass(slots=True, eq=False)
 class Series(Collector):
     """A sink that a prometheus-client registry can collect; safe to use from several threads."""
 
-    _values: dict[tuple[str, LabelValues], float] = field(default_factory=dict)
-    _observed: dict[tuple[str, LabelValues], _Observed] = field(default_factory=dict)
+    _kept: dict[str, _Kept] = field(default_factory=lambda: {metric.name: _Kept() for metric in METRICS})
     _lock: Lock = field(default_factory=Lock)
 
-    def declare(self, metric: Metric, labels: LabelValues) -> None:
-        """The series exists, at zero unless it has a value."""
+    def declare(self, worker: LabelValues) -> None:
+        """Every series of a worker exists, at zero unless it has a value."""
         with self._lock:
-            if metric.type == "histogram":
-                self._observed.setdefault((metric.name, labels), _none_observed(metric))
-            else:
-                self._values.setdefault((metric.name, labels), 0.0)
+            for metric in METRICS:
+                kept, before = self._kept[metric.name], self._kept[metric.name].number()
+                for labels in series_of(metric, worker):
+                    if metric.type == "histogram":
+                        kept.observed.setdefault(labels, _none_observed(metric))
+                    else:
+                        kept.values.setdefault(labels, 0.0)
+                if kept.number() != before:
+                    kept.text = None
 
     def add(self, metric: Metric, labels: LabelValues, amount: float) -> None:
         """Count."""
         with self._lock:
-            self._values[metric.name, labels] = self._values.get((metric.name, labels), 0.0) + amount
+            kept = self._kept[metric.name]
+            kept.values[labels] = kept.values.get(labels, 0.0) + amount
+            kept.text = None
 
     def put(self, metric: Metric, labels: LabelValues, value: float) -> None:
         """Set."""
         with self._lock:
-            self._values[metric.name, labels] = value
+            kept = self._kept[metric.name]
+            if kept.values.get(labels) != value:
+                kept.values[labels] = value
+                kept.text = None
 
     def observe(self, metric: Metric, labels: LabelValues, value: float) -> None:
         """Put one observation in its bucket."""
         with self._lock:
-            observed = self._observed.setdefault((metric.name, labels), _none_observed(metric))
+            kept = self._kept[metric.name]
+            observed = kept.observed.setdefault(labels, _none_observed(metric))
             observed.counts[bisect_left(metric.buckets, value)] += 1
             observed.sum += value
+            kept.text = None
 
     def workers(self) -> frozenset[Worker]:
         """Whose series these are."""
         with self._lock:
-            return frozenset(Worker(*labels[: len(WORKER_LABELS)]) for _, labels in (*self._values, *self._observed))
+            every = [labels for kept in self._kept.values() for labels in (*kept.values, *kept.observed)]
+        return frozenset(Worker(*labels[: len(WORKER_LABELS)]) for labels in every)
 
     def keep_only(self, worker: Worker) -> int:
         """Forget every other worker's series; returns how many."""
-        mine = worker.label_values
+        mine, dropped = worker.label_values, 0
         with self._lock:
-            before = len(self._values) + len(self._observed)
-            self._values = {key: value for key, value in self._values.items() if key[1][: len(mine)] == mine}
-            self._observed = {key: seen for key, seen in self._observed.items() if key[1][: len(mine)] == mine}
-            return before - len(self._values) - len(self._observed)
+            for kept in self._kept.values():
+                before = kept.number()
+                kept.values = {labels: value for labels, value in kept.values.items() if labels[: len(mine)] == mine}
+                kept.observed = {labels: seen for labels, seen in kept.observed.items() if labels[: len(mine)] == mine}
+                if kept.number() != before:
+                    kept.text = None
+                    dropped += before - kept.number()
+        return dropped
 
     def resume(self, text: str, now: float) -> int:
         """Go on from values in the text format; returns how many series were taken over.
@@ -110,9 +139,11 @@ class Series(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Every metric with its series, for a registry."""
-        with self._lock:
-            values, observed = dict(self._values), {key: _Observed(list(seen.counts), seen.sum) for key, seen in self._observed.items()}
         for metric in METRICS:
+            with self._lock:
+                kept = self._kept[metric.name]
+                values = dict(kept.values)
+                observed = {labels: _Observed(list(seen.counts), seen.sum) for labels, seen in kept.observed.items()}
             yield _family(metric, values, observed)
 
     def describe(self) -> Iterator[Family]:
@@ -123,43 +154,51 @@ class Series(Collector):
         """Every series in Prometheus' text format, letter by letter as prometheus-client writes it.
 
         A ledger is written twice in every registration, and prometheus-client spends more on these hundreds of lines
-        than all stages do: it checks and escapes each label name of each line anew.
+        than all stages do: it checks and escapes each label name of each line anew. A metric that has not changed since
+        is not written anew.
         """
-        series: dict[str, list[tuple[LabelValues, float]]] = {metric.name: [] for metric in METRICS}
         with self._lock:
-            for (name, labels), value in self._values.items():
-                series[name].append((labels, value))
-            for (name, labels), seen in self._observed.items():
-                series[name] += _histogram(BOUNDS[name], labels, seen)
-        lines = []
-        for metric in METRICS:
-            lines.append(f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.type}\n")
-            lines += [f"{_sample(metric, labels)}{_number(value)}\n" for labels, value in series[metric.name]]
-        return "".join(lines)
+            return "".join(_text(metric, self._kept[metric.name]) for metric in METRICS)
 
     def _take(self, read: _Read, now: float) -> None:
-        key, metric = (read.metric.name, read.labels), read.metric
+        metric, labels, kept = read.metric, read.labels, self._kept[read.metric.name]
+        kept.text = None
         if metric.type == "histogram":
-            observed = self._observed.setdefault(key, _none_observed(metric))
+            observed = kept.observed.setdefault(labels, _none_observed(metric))
             if read.part == "sum":
                 observed.sum += read.value
             else:
                 # Under another release's bounds an observation moves to the bucket that surely holds it.
                 observed.counts[bisect_left(metric.buckets, read.bound)] += read.value
         elif metric.type == "counter":
-            self._values[key] = self._values.get(key, 0.0) + read.value
+            kept.values[labels] = kept.values.get(labels, 0.0) + read.value
         else:
-            self._values[key] = max(self._values.get(key, 0.0), min(read.value, now))
+            kept.values[labels] = max(kept.values.get(labels, 0.0), min(read.value, now))
+
+
+@lru_cache(maxsize=256)
+def series_of(metric: Metric, worker: LabelValues) -> tuple[LabelValues, ...]:
+    """The labels of every series that a worker has of a metric."""
+    return tuple(worker + labels for labels in metric.series)
+
+
+def _text(metric: Metric, kept: _Kept) -> str:
+    """A metric's head and series."""
+    if kept.text is None:
+        series = [*kept.values.items(), *(line for labels, seen in kept.observed.items() for line in _histogram(metric, labels, seen))]
+        lines = [f"{_sample(metric, labels)}{_number(value)}\n" for labels, value in series]
+        kept.text = f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.type}\n" + "".join(lines)
+    return kept.text
 
 
 BOUNDS = {metric.name: (*map(floatToGoString, metric.buckets), "+Inf") for metric in METRICS if metric.type == "histogram"}
 """A histogram's upper bounds as its series name them."""
 
 
-def _histogram(bounds: Iterable[str], labels: LabelValues, seen: _Observed) -> Iterator[tuple[LabelValues, float]]:
+def _histogram(metric: Metric, labels: LabelValues, seen: _Observed) -> Iterator[tuple[LabelValues, float]]:
     """A histogram's series: its labels and the part that each is, a bucket by its bound."""
     counts = list(accumulate(seen.counts))
-    yield from (((*labels, "_bucket", bound), count) for bound, count in zip(bounds, counts, strict=True))
+    yield from (((*labels, "_bucket", bound), count) for bound, count in zip(BOUNDS[metric.name], counts, strict=True))
     yield (*labels, "_count"), counts[-1]
     yield (*labels, "_sum"), seen.sum
 
@@ -236,16 +275,13 @@ def _placed(text: str) -> Iterator[_Read]:
             yield _Read(metric, part, values, bound, value)
 
 
-def _family(metric: Metric, values: dict[tuple[str, LabelValues], float], observed: dict[tuple[str, LabelValues], _Observed]) -> Family:
+def _family(metric: Metric, values: dict[LabelValues, float], observed: dict[LabelValues, _Observed]) -> Family:
     if metric.type == "histogram":
         histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.label_names)
-        bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
-        for (name, labels), seen in observed.items():
-            if name == metric.name:
-                histogram.add_metric(labels, list(zip(bounds, accumulate(seen.counts), strict=True)), seen.sum)
+        for labels, seen in observed.items():
+            histogram.add_metric(labels, list(zip(BOUNDS[metric.name], accumulate(seen.counts), strict=True)), seen.sum)
         return histogram
     family = (CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily)(metric.name, metric.help, labels=metric.label_names)
-    for (name, labels), value in values.items():
-        if name == metric.name:
-            family.add_metric(labels, value)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
     return family

@@ -7,7 +7,6 @@ from typing import Protocol
 from metrics.catalogue import (
     BUILD_INFO,
     BYPASSED,
-    METRICS,
     NO_RULE,
     OTHER_RULE,
     RECOVERIES,
@@ -37,8 +36,8 @@ Clock = Callable[[], float]
 class Sink(Protocol):
     """Where values go. `labels` are a metric's `label_names`, by value."""
 
-    def declare(self, metric: Metric, labels: LabelValues) -> None:
-        """A series that exists, though nothing happened to it yet."""
+    def declare(self, worker: LabelValues) -> None:
+        """Every series of a worker exists, though nothing happened to it yet."""
 
     def add(self, metric: Metric, labels: LabelValues, amount: float) -> None:
         """A counter grew."""
@@ -60,9 +59,7 @@ def rejections_of(cause: BaseException | None) -> tuple[Rejection, ...]:
 def declare(sink: Sink, worker: Worker) -> None:
     """Every series this worker will ever have, at zero, so that the first event is an increase."""
     whose = worker.label_values
-    for metric in METRICS:
-        for labels in metric.series:
-            sink.declare(metric, whose + labels)
+    sink.declare(whose)
     sink.put(BUILD_INFO, whose + BUILD_INFO.series[0], 1)
 
 
