@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-NAMES = ("registration", "copies", "bytes_moved", "start_up", "fleet", "power_failure")
+NAMES = ("registration", "parts", "copies", "bytes_moved", "start_up", "fleet", "power_failure")
 DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
 

@@ -46,25 +46,15 @@ class Instant:
 
 def run() -> Section:
     """The four depths, each without observers, with the two that live in memory, and with the ledger as well."""
-    # Imported when it runs: it takes seconds, and other benchmarks do without.
-    from lmcache.integration.vllm.kv_cache_group_edits import apply_kv_cache_group_edits
-    from lmcache.integration.vllm.kv_cache_groups import create_engine_group_infos_from_vllm
-
-    from bench.hybrid import hybrid
-
-    def lmcache(config: Any, caches: dict[str, torch.Tensor]) -> object:
-        hints = {"kv_layout": "NHD"}
-        return create_engine_group_infos_from_vllm(config, apply_kv_cache_group_edits(config, caches, hints), hints)
+    from bench.hybrid import hybrid  # imports vLLM, which takes seconds
 
     rows, at_the_bar, per_layer_us = [], [], {}
-    with _logged_to_nowhere(), tempfile.TemporaryDirectory() as folder:
+    with logged_to_nowhere(), tempfile.TemporaryDirectory() as folder:
         for depth, rounds in DEPTHS.items():
             config, caches = hybrid(depth)
             offer = observe(config, caches, layout="LBNHC")
             in_memory = (PrometheusObserver(), EventObserver())
-
-            def theirs(config: Any = config, caches: dict[str, torch.Tensor] = caches) -> object:
-                return lmcache(config, caches)
+            theirs = lmcache_alone(config, caches)
 
             def stages(offer: Offer = offer) -> object:
                 return engine_groups(edit(validate(offer)))
@@ -73,8 +63,8 @@ def run() -> Section:
                 return observe(config, caches, layout="LBNHC")
 
             alone = compare(stages, theirs, rounds)
-            observed = _in_a_loop(offer, in_memory, theirs, rounds)
-            durable = _in_a_loop(offer, (*in_memory, Ledger(folder, "bench")), theirs, rounds)
+            observed = registered(offer, in_memory, theirs, rounds)
+            durable = registered(offer, (*in_memory, Ledger(folder, "bench")), theirs, rounds)
             reads = compare(reading, theirs, rounds)
             per_layer_us[depth] = alone.first_s / depth * 1e6
             if depth in BAR_AT:
@@ -94,7 +84,8 @@ def run() -> Section:
         "validate + edit + proof + groups, against LMCache's `apply_kv_cache_group_edits` + `create_engine_group_infos_from_vllm` on\n"
         "the same vLLM config and tensors: a hybrid, three layers of int8 states to one of attention in four kernel pages a block.\n"
         "Both log to a stream that keeps nothing. A registration with observers is the whole `register` with a backend that answers\n"
-        "at once, in an event loop that runs already. A ledger is two files written, flushed to disk and renamed, however many layers.",
+        "at once, in an event loop that runs already. A ledger is two files written and renamed on this machine's disk, however many\n"
+        "layers. The next section says which part takes how much.",
         ("layers", "kvreg", "takes", "LMCache", "ratio"),
         rows,
         bar(f"at most {BAR} of LMCache's time at {' and '.join(map(str, BAR_AT))} layers, all observers on", max(at_the_bar) <= BAR)
@@ -102,7 +93,17 @@ def run() -> Section:
     )
 
 
-def _in_a_loop(offer: Offer, observers: Sequence[Observer], theirs: Callable[[], object], rounds: int) -> Compared:
+def lmcache_alone(config: Any, caches: dict[str, torch.Tensor]) -> Callable[[], object]:
+    """LMCache's edits and group infos on a vLLM config and its tensors."""
+    # Imported when it runs: it takes seconds, and other benchmarks do without.
+    from lmcache.integration.vllm.kv_cache_group_edits import apply_kv_cache_group_edits
+    from lmcache.integration.vllm.kv_cache_groups import create_engine_group_infos_from_vllm
+
+    hints = {"kv_layout": "NHD"}
+    return lambda: create_engine_group_infos_from_vllm(config, apply_kv_cache_group_edits(config, caches, hints), hints)
+
+
+def registered(offer: Offer, observers: Sequence[Observer], theirs: Callable[[], object], rounds: int) -> Compared:
     """Whole registrations, each in the running loop of one thread, against LMCache in the same thread."""
     settings = Settings(observers)
     gc.collect()
@@ -124,7 +125,7 @@ def _drive(coroutine: Any) -> object:
 
 
 @contextmanager
-def _logged_to_nowhere() -> Iterator[None]:
+def logged_to_nowhere() -> Iterator[None]:
     """Both libraries' records are made and rendered at INFO, and written to a stream in memory that keeps nothing."""
 
     class Nowhere(io.StringIO):
