@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.lmcache.harness import ENGINE_TIMEOUT_S, KVREG, environment, free_port, prompt
+from tests.lmcache.harness import ENGINE_TIMEOUT_S, KVREG, engine_command, environment, free_port, prompt
 
 MODEL_NAME = "tiny"
 Found = TypeVar("Found")
@@ -26,19 +26,17 @@ class ApiServer:
         self.ledgers = folder / "ledgers"
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         transfer_config = {**KVREG, "kv_connector_extra_config": transfer}
-        command = [
+        command = engine_command(
             sys.executable, "-m", "tests.lmcache.serve", "serve", str(model), "--served-model-name", MODEL_NAME,
             "--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16",
             "--max-model-len", "2048", "--max-num-seqs", "4", "--num-gpu-blocks-override", "160",
             "--kv-transfer-config", json.dumps(transfer_config), *options,
-        ]  # fmt: skip
+        )  # fmt: skip
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "KVREG_LEDGER_DIR": str(self.ledgers), "KVREG_INSTANCE": "replica"}
         started_with = environment(variables)
         started_with.pop("PROMETHEUS_MULTIPROC_DIR", None)
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=started_with, start_new_session=True
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=started_with, process_group=0)
 
     def until(self, look: Callable[[], Found | None], what: str) -> Found:
         """What `look` finds once it finds something, while the engine lives."""

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-SETTLE_TIMEOUT_S = 300.0
+SETTLE_TIMEOUT_S = 900.0
 """How long blocks may stay held by a store; far more than a store takes."""
 
 
