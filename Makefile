@@ -14,7 +14,8 @@ SERVER_COMMANDS := prometheus promtool prometheus-alertmanager amtool prometheus
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 UNIT := not (engine or lmcache or observability or compat or gpu)
-REAL := (engine or lmcache or observability or compat) and not gpu
+REAL := (engine or observability or compat) and not (lmcache or gpu)
+SERVED := lmcache and not gpu
 ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 
 .PHONY: help demo check test fuzz compat e2e zoo observe bench compare gpu clean
@@ -34,7 +35,8 @@ check: .venv/.core ## ruff, mypy --strict, import contracts, unit tests: no engi
 
 test: check .venv/.engine .venv/.servers .venv/.deploy ## check, then every test with its real engine, servers and releases (all but the GPU's)
 	$(BIN)/python -m tests.stages.fuzz 500
-	KVREG_COMPLETE=1 $(BIN)/pytest -m "$(REAL)"
+	KVREG_COMPLETE=1 $(BIN)/pytest --numprocesses 2 --dist loadfile -m "$(REAL)"
+	KVREG_COMPLETE=1 $(BIN)/pytest -m "$(SERVED)"
 
 fuzz: .venv/.core ## 20,000 workers of every kind: each byte is back, or the worker was refused; what was drawn, as a table
 	$(BIN)/python -m tests.stages.fuzz

@@ -1,38 +1,32 @@
 """Faults on the path of a registration: whatever happens in the middle of it, it is registered and said so, or it is not."""
 
-import gc
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import coroutine
 from typing import Any
 
 import anyio
 import pytest
-import torch
 from anyio.lowlevel import checkpoint
 
-from metrics.events import EventObserver, event_logger
 from metrics.ledger import Ledger
-from metrics.observer import Observer, Outcome, Run, StageResult
-from metrics.prometheus import PrometheusObserver
-from metrics.termination import TerminationLog
-from orchestrator.backend.embedded import EmbeddedBackend
+from metrics.observer import Outcome, Run, StageResult
 from orchestrator.pipeline import Settings, register
 from orchestrator.portal import Loop, run_sync
 from stages.errors import Reason, RegistrationRejected, Stage, TransferUnavailable
 from stages.model import Plan, Receipt
+from tests.faults import interrupted
 from tests.offers import hybrid
+from tests.orchestrator import cycles
 
 ROOT = Path(__file__).parents[2]
-CYCLES = 1000
+SMALLEST_PIECE_BYTES = 32
+"""What glibc's allocator takes for any object, however small."""
 
 
 class Slow:
@@ -77,26 +71,6 @@ class Ends:
 
 
 # ----------------------------------------------------------------------------------------------------------- cancellation
-
-
-@coroutine
-def interrupted(work: Awaitable[object], at: int, scope: anyio.CancelScope) -> Generator[Any, Any, None]:
-    """Await `work`, and cancel `scope` when it waits for the `at`-th time."""
-    steps, wait, waits = work.__await__(), None, 0
-    resume: Callable[[], Any] = lambda: steps.send(None)  # type: ignore[attr-defined]  # noqa: E731 - what goes on next
-    while True:
-        try:
-            wait = resume()
-        except StopIteration:
-            return
-        waits += 1
-        if waits == at:
-            scope.cancel()
-        try:
-            answer = yield wait
-            resume = lambda answer=answer: steps.send(answer)  # noqa: E731
-        except BaseException as thrown:  # noqa: BLE001 - the loop's cancellation, on its way into the work
-            resume = lambda thrown=thrown: steps.throw(thrown)  # noqa: E731
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
@@ -262,50 +236,12 @@ def test_a_fork_in_the_middle_registers_for_itself_and_leaves_its_parent_alone(p
 # ------------------------------------------------------------------------------------------------------------------- leaks
 
 
-def held() -> dict[str, object]:
-    """What this process holds that could leak: threads, file descriptors, shared-memory segments, tensors."""
-    gc.collect()
-    return {
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in os.listdir("/proc/self/fd") if _open(fd)),
-        "segments": sorted(name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name),
-        "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()),
-    }
-
-
-def _open(fd: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{fd}")
-
-
 def test_a_thousand_registrations_leave_nothing_behind(tmp_path: Path) -> None:
-    """Sleep and wake for weeks: no thread, descriptor, segment, tensor or other object is left of registrations that were given up."""
-    backend, silent = EmbeddedBackend(), logging.getLogger("kvreg.tests.silent")  # a test's own log is kept to its end
-    silent.addHandler(logging.NullHandler())
-    silent.propagate = False
-    (tmp_path / "termination").touch()
-    observers: list[Observer] = [EventObserver(event_logger(silent)), PrometheusObserver(), TerminationLog(tmp_path / "termination")]
-    ledger = Ledger(tmp_path, "i", logger=event_logger(silent))
-
-    async def cycle(number: int) -> None:
-        try:
-            settings = Settings(observers=[*observers, ledger] if number % 50 == 0 else observers)  # its files are slow
-            receipt = await register(hybrid(mode="none" if number % 10 == 9 else "align"), backend, settings)
-        except RegistrationRejected:
-            return
-        backend.store(receipt.registration, 1, [1], ["key"])
-        backend.retrieve(receipt.registration, 1, [2], ["key"])
-        await backend.unregister(receipt.plan)
-
-    def cycles(some: range) -> None:
-        for number in some:
-            run_sync(lambda number=number: cycle(number))
-
-    cycles(range(20))
-    before = held()
-    objects = len(gc.get_objects())
-    cycles(range(20, CYCLES))
-    assert held() == before
-    # Not bytes: the interpreter keeps freed lists and floats for its next ones, in the name of whoever made them first.
-    left = len(gc.get_objects()) - objects
-    assert left < CYCLES / 10, "one object in ten cycles is none of a registration's"
-    Ledger(tmp_path).close()
+    """Sleep and wake for weeks: no thread, descriptor, segment, tensor or byte is left of registrations that were given up."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.orchestrator.cycles", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | cycles.ALLOCATOR, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    left = json.loads(done.stdout)
+    assert left["after"] == left["before"]
+    assert left["tensors"] == 0
+    assert left["bytes"] < cycles.CYCLES * SMALLEST_PIECE_BYTES, "not one object for each cycle"
