@@ -11,9 +11,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 pytest.importorskip("lmcache", reason="LMCache is not installed")
@@ -22,9 +24,11 @@ from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 from metrics.observer import Outcome
 from orchestrator.backend.lmcache import chunk_size_tokens
+from orchestrator.pipeline import Settings, register
 from orchestrator.portal import run_sync
 from orchestrator.recovery import Recovery
 from stages.errors import Reason, TransferRefused, TransferUnavailable
+from tests.faults import held, interrupted
 from tests.lmcache.harness import Server, free_port
 from tests.lmcache.worker import CHUNK, LONG_S, Worker, check_blocks_come_back, until
 from tests.orchestrator.test_recovery import RUN, Seen
@@ -216,6 +220,61 @@ def test_stopping_in_the_middle_of_a_registration_ends_it(server: Server, worker
         registering.result(LONG_S)
     assert refused.value.reason is Reason.SHUTTING_DOWN
     assert worker.adapter.transfer_ctx is None
+
+
+def test_cancelling_at_any_await_leaves_nothing_registered(server: Server, worker: Worker) -> None:
+    """A shutdown at whichever moment of a registration: neither my worker nor the server holds it, and the next try registers."""
+
+    async def registered(at: int) -> bool:
+        with anyio.CancelScope() as scope:
+            await interrupted(register(worker.offer, worker.backend, Settings(register_timeout_s=LONG_S)), at, scope)
+        return not scope.cancelled_caught
+
+    for awaits in count(1):
+        done = run_sync(lambda at=awaits: registered(at))
+        assert (worker.adapter.transfer_ctx is not None) == bool(worker.adapter.kv_caches) == done
+        until(lambda done=done: worker.known_to(server) == done, "the server holds what the worker does")
+        if done:
+            break
+    assert awaits > 4, "three stages and the answer are waited for"
+
+
+def test_cancelling_while_the_server_says_nothing_leaves_nothing_registered(server: Server, worker: Worker) -> None:
+    """A server that hangs with my request in hand, and comes to again after I have given up, holds nothing of mine."""
+    freeze(server)
+
+    async def cancelled(at: int) -> None:
+        with anyio.CancelScope() as scope:
+            await interrupted(register(worker.offer, worker.backend, Settings(register_timeout_s=LONG_S)), at, scope)
+        assert scope.cancelled_caught
+
+    for at in range(1, 12):
+        run_sync(lambda at=at: cancelled(at))
+        assert worker.adapter.transfer_ctx is None
+    assert server.process is not None
+    server.process.send_signal(signal.SIGCONT)
+    receipt = worker.register()
+    run_sync(lambda: worker.backend.unregister(receipt.plan))
+    assert not worker.known_to(server)
+
+
+def test_a_thousand_registrations_leave_nothing_behind(server: Server, worker: Worker) -> None:
+    """Sleep and wake for weeks: my engine's process has no thread, descriptor or piece of shared memory more than at the start.
+
+    The server's has: see "What LMCache's CPU server keeps" in docs/operations.md.
+    """
+    plan = worker.register().plan
+
+    async def cycles(number: int) -> None:
+        for _ in range(number):
+            await worker.backend.unregister(plan)
+            await worker.backend.register(plan)
+
+    run_sync(lambda: cycles(20))
+    before = held(os.getpid())
+    run_sync(lambda: cycles(1000))
+    assert held(os.getpid()) == before
+    assert worker.known_to(server)
 
 
 def test_blocks_come_back_from_the_server_byte_for_byte(server: Server, worker: Worker) -> None:
