@@ -135,7 +135,7 @@ def _lookalikes(layer: Layer, paging: Paging, layout: Layout) -> Iterator[Paging
 
 def _other_pages(layer: Layer, page: TransferPage, layout: Layout) -> Iterator[Edit]:
     """A page's bytes as one run a block, its slots split over 1, 2, 3, … heads; as K and V planes where it is two runs."""
-    if len(layer.owned.runs) > 1 and page.planes == 2:
+    if len(layer.owned.runs) == 2 and page.planes == 2:
         yield Edit(two_plane_page(layer, layout), block_dim=1)
         return
     columns = page.planes * page.heads * page.width

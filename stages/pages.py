@@ -73,8 +73,8 @@ def two_plane_page(layer: Layer, layout: Layout) -> torch.Tensor:
     keys, values = layer.owned.runs
     step, item = layer.owned.stride_bytes // raw.element_size(), raw.element_size()
     width, rest = divmod(keys.stop - keys.start, slots * item)
-    if rest or keys.stop - keys.start != values.stop - values.start:
-        raise reject(Reason.WIDTH, key_bytes=keys.stop - keys.start, value_bytes=values.stop - values.start, slots_per_block=slots)
+    if rest:
+        raise reject(Reason.WIDTH, plane_bytes=keys.stop - keys.start, slots_per_block=slots)
     inner = (slots * width, width) if layout.heads_first else (width, width)
     shape = (2, layer.owned.num_blocks, *((1, slots) if layout.heads_first else (slots, 1)), width)
     # Plane 0 starts at K of block 0, plane 1 at V of block 0: the distance between the two runs.

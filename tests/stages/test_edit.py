@@ -10,7 +10,7 @@ import torch
 
 from stages.edit import IDENTITY_SPLIT_VIEW, edit
 from stages.engine_groups import engine_groups
-from stages.errors import Reason, RegistrationRejected
+from stages.errors import Fact, Reason, RegistrationRejected, Rejection, Stage
 from stages.model import EditedLayer, Kind, LeafSpec, OfferedGroup
 from stages.rules import RULES
 from stages.validate import validate
@@ -62,6 +62,13 @@ def unified(content: int = 88, **more: Any) -> World:
     )
 
 
+def further(world: World, by_bytes: int) -> World:
+    """The layer further on in its storage."""
+    laid = world.layers[0]
+    cuts = tuple(replace(cut, offset=cut.offset + by_bytes // cut.dtype.itemsize) for cut in laid.cuts)
+    return replace(world, layers=(replace(laid, cuts=cuts),), storage_bytes={"s": world.storage_bytes["s"] + by_bytes})
+
+
 @dataclass(frozen=True)
 class Told:
     """A layout, and the rule, shape and opacity that come of it."""
@@ -105,6 +112,12 @@ LAYOUTS: dict[str, Told] = {
         attention(Page(BF16, KEYS_AND_VALUES, "KBNHC", "KBHNC", pages=2), layout="HND"),
         "subpaged-kv-first-attention-view",
         (2, 3, 1, 8, 16),
+    ),
+    "[2,NB,BS,H,D] K/V-first, HND in memory, NHD by name": Told(
+        attention(Page(BF16, KEYS_AND_VALUES, "KBNHC", "KBHNC")), "reordered-attention-view", (2, 3, 4, 1, 16)
+    ),
+    "[2,NB,BS,H,D] K/V-first, NHD in memory, HND by name, further on in its storage": Told(
+        further(attention(Page(BF16, KEYS_AND_VALUES, "KBNHC", "KBNHC"), layout="HND"), 96), "reordered-attention-view", (2, 3, 1, 4, 16)
     ),
     # one content dim for K and V (0.26 on)
     "[NB,H,BS,C] NHD": Told(attention(Page(BF16, KV, "BHNC", "NHC")), None, (3, 2, 4, 16), opaque=False),
@@ -219,21 +232,36 @@ def test_views_are_of_the_engine_s_own_memory() -> None:
 # -------------------------------------------------------------------------------------------------------- what is refused
 
 
-REFUSED: dict[str, tuple[Callable[[], World], Reason, str | None]] = {
+REFUSED: dict[str, tuple[Callable[[], World], Reason, str | None, dict[str, Fact]]] = {
     "padding between kernel pages": (
         lambda: apart(Page(BF16, KV, "BHNC", "NHC", pages=2), step=2 * (256 + 32)),
         Reason.PADDED_KERNEL_PAGES,
         "subpaged-attention-view",
+        {"pages_per_block": 2, "runs": 2},
     ),
     "padding between a page's slots": (
         lambda: sliced(attention(Page(BF16, {**KV, "C": 20}, "BHNC", "NHC")), 16),
         Reason.SCATTERED_BLOCK,
         "reordered-attention-view",
+        {"runs": 8},
     ),
     "more states than tokens that its bytes do not divide by": (
         lambda: attention(Page(UINT8, {"N": 6, "C": 5}, "BNC", "NC"), Kind.MLA_ATTENTION, ratio=Fraction(2, 3)),
         Reason.WIDTH,
         "fractional-state-view",
+        {"content_bytes": 30, "room_bytes": 30, "slots_per_block": 4},
+    ),
+    "more states than tokens that its bytes do not divide by, one byte short of the room": (
+        lambda: attention(Page(UINT8, {"N": 6, "C": 5}, "BNC", "NC"), Kind.MLA_ATTENTION, padding=1, ratio=Fraction(2, 3)),
+        Reason.WIDTH,
+        "fractional-state-view",
+        {"content_bytes": 30, "room_bytes": 31, "slots_per_block": 4},
+    ),
+    "more states than tokens that the bytes of a K/V plane do not divide by": (
+        lambda: attention(Page(UINT8, {**KEYS_AND_VALUES, "N": 6, "H": 1, "C": 3}, "KBNHC", "KBNHC"), ratio=Fraction(2, 3)),
+        Reason.WIDTH,
+        "reordered-attention-view",
+        {"plane_bytes": 18, "slots_per_block": 4},
     ),
     "states further apart than a page": (
         lambda: states(
@@ -241,11 +269,13 @@ REFUSED: dict[str, tuple[Callable[[], World], Reason, str | None]] = {
         ),
         Reason.PAGE_TOO_LARGE,
         "mamba-page-view",
+        {"content_bytes": 108, "room_bytes": 64},
     ),
     "K and V planes with padding between them": (
         lambda: stretched(attention(Page(BF16, KEYS_AND_VALUES, "KBNHC", "KBNHC"))),
         Reason.UNREADABLE_VIEW,
         "reordered-attention-view",
+        {"kind": "full_attention", "shape": (2, 3, 4, 1, 16), "stride": (256, 64, 16, 16, 1)},
     ),
 }  # fmt: skip
 
@@ -275,12 +305,25 @@ def stretched(world: World) -> World:
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_no_view_can_be_made_of_is_refused(what: str) -> None:
     """A page that is not one run of bytes, or has no room for its slots, is refused by its rule's name, with the numbers."""
-    make, reason, rule = REFUSED[what]
+    make, reason, rule, facts = REFUSED[what]
     with pytest.raises(RegistrationRejected) as caught:
         edit(validate(make().offer()))
-    (rejection,) = caught.value.rejections
-    assert (rejection.reason, rejection.rule, rejection.layer_names) == (reason, rule, ("l.0",))
-    assert rejection.facts
+    assert caught.value.rejections == (Rejection(Stage.EDIT, reason, rule, 0, ("l.0",), facts),)
+
+
+def test_layers_that_are_refused_alike_are_one_refusal() -> None:
+    """Six bad layers of two kinds are two lines, in the order of their first layers; groups are refused apart."""
+    scattered, unreadable = REFUSED["padding between a page's slots"], REFUSED["K and V planes with padding between them"]
+    world = together(*(make() for make, *_ in (scattered, unreadable, scattered, unreadable, scattered, scattered)))
+    names = world.groups[0].layer_names
+    world = replace(world, groups=(replace(world.groups[0], layer_names=names[:5]), replace(world.groups[0], layer_names=names[5:])))
+    with pytest.raises(RegistrationRejected) as caught:
+        edit(validate(world.offer()))
+    assert caught.value.rejections == (
+        Rejection(Stage.EDIT, scattered[1], scattered[2], 0, ("l.0", "l.2", "l.4"), scattered[3]),
+        Rejection(Stage.EDIT, unreadable[1], unreadable[2], 0, ("l.1", "l.3"), unreadable[3]),
+        Rejection(Stage.EDIT, scattered[1], scattered[2], 1, ("l.5",), scattered[3]),
+    )
 
 
 def test_every_bad_layer_is_named_at_once() -> None:
