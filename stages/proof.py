@@ -79,8 +79,8 @@ def reaches_another_block(run: Run, other: Run, stride_bytes: int, num_blocks: i
     """Whether `run` of block b meets `other` of a block b' ≠ b: whether `other + k * stride` meets it for some k ≠ 0."""
     if num_blocks < 2:
         return False
-    if stride_bytes == 0:
-        return True
+    if stride_bytes == 0:  # all blocks in one place
+        return run.start < other.stop and other.start < run.stop
     # other + k*stride meets run for run.start - other.stop < k*stride < run.stop - other.start
     lowest = max((run.start - other.stop) // stride_bytes + 1, 1 - num_blocks)
     highest = min(-((other.start - run.stop) // stride_bytes) - 1, num_blocks - 1)
@@ -133,19 +133,21 @@ def _overlapping_among(layers: list[_Placed]) -> Iterator[tuple[EditedLayer, Rul
     for start, stop, edited in layers:
         planned = edited.page.planned
         before = [other for other in before if other[0] > start]
-        met = next((other for _, against, other in before if not _apart(planned, against)), None)
-        for one, other in ((edited, met), (met, edited)):
+        for _, against, other in before:
             # Either may be the one that reaches too far, so both are told, each once.
-            if one is not None and other is not None and one.layer.name not in told:
-                told.add(one.layer.name)
-                yield one, reject(Reason.BYTES_OF_ANOTHER_LAYER, other_layer=other.layer.name)
+            if (edited.layer.name in told and other.layer.name in told) or _apart(planned, against):
+                continue
+            for one, met in ((edited, other), (other, edited)):
+                if one.layer.name not in told:
+                    told.add(one.layer.name)
+                    yield one, reject(Reason.BYTES_OF_ANOTHER_LAYER, other_layer=met.layer.name)
         before.append((stop, planned, edited))
 
 
 def _apart(one: BlockRuns, other: BlockRuns) -> bool:
     """Whether no block of `one` meets any block of `other`, judged modulo the gcd of their strides.
 
-    Exact for equal strides; sound for others, whose blocks lie apart by some multiple of the gcd.
+    Sound for all: blocks lie apart by some multiple of the gcd. Exact for equal strides and one run a block, if extents meet.
     """
     period = gcd(one.stride_bytes, other.stride_bytes)
     if period == 0:

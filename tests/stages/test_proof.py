@@ -12,9 +12,24 @@ from hypothesis import strategies as st
 from stages.edit import edit
 from stages.engine_groups import engine_groups
 from stages.errors import Fact, Reason, RegistrationRejected, Rejection, RuleRejected
-from stages.model import BlockRuns, Kind, Layer, Layout, LeafSpec, OfferedGroup, Run
+from stages.model import (
+    BlockRuns,
+    CacheTensor,
+    EditedLayer,
+    Geometry,
+    Kind,
+    Layer,
+    LayerCache,
+    Layout,
+    LeafSpec,
+    OfferedGroup,
+    PageFormat,
+    Paging,
+    Run,
+    TransferPage,
+)
 from stages.pages import read_page
-from stages.proof import minus, prove, reaches_another_block
+from stages.proof import minus, overlapping, prove, reaches_another_block
 from stages.rules import RULES, Rule
 from stages.rules.rule import Edit
 from stages.validate import validate
@@ -288,9 +303,81 @@ def test_what_is_left_of_runs_is_counted_byte_by_byte(some: list[Run], others: l
     assert cells(*minus(tuple(some), tuple(others))) == cells(*some) - cells(*others)
 
 
-@given(runs, runs, st.integers(1, 30), st.integers(0, 6))
+@given(runs, runs, st.integers(0, 30), st.integers(0, 6))
 def test_reaching_another_block_is_what_trying_every_pair_of_blocks_finds(run: Run, other: Run, stride: int, blocks: int) -> None:
     """No block is overlooked between the first and the last, and none is blamed that is not there."""
     shifted = [[Run(each.start + block * stride, each.stop + block * stride) for block in range(blocks)] for each in (run, other)]
     meets = any(cells(a) & cells(b) for i, a in enumerate(shifted[0]) for j, b in enumerate(shifted[1]) if i != j)
     assert reaches_another_block(run, other, stride, blocks) == meets
+
+
+# ------------------------------------------------------------------------------------------------------ layers beside layers
+
+
+def placed(name: str, group: int, storage: str, begin: int, planned: BlockRuns) -> EditedLayer:
+    """A layer that begins somewhere in a storage, and whose transfer touches these bytes counted from there."""
+    tensor = torch.empty(1, 1, 1, dtype=torch.uint8)
+    spec = LeafSpec(Kind.MLA_ATTENTION, 1, 1, 1)
+    layer = Layer(name, LayerCache((CacheTensor(tensor, storage, 1),)), group, Geometry(spec, 0, 1, planned, 0, 1), begin)
+    page = TransferPage(PageFormat.MLA, torch.uint8, 1, 1, 1, 1, planned)
+    return EditedLayer(layer, tensor, Paging((1, 1, 1), (1, 1, 1), 0, page, 0))
+
+
+@st.composite
+def neighbours(draw: st.DrawFn, strides: st.SearchStrategy[int], pieces: int) -> list[EditedLayer]:
+    """Up to six layers in two groups and storages, their blocks at random, of up to so many runs no longer than the stride."""
+    layers = []
+    for index in range(draw(st.integers(1, 6))):
+        stride, blocks, start = draw(strides), draw(st.integers(0, 4)), draw(st.integers(-3, 3))
+        bounds = draw(st.lists(st.integers(start, start + stride), min_size=2, max_size=2 * pieces, unique=True).map(sorted))
+        some = tuple(Run(*bounds[at : at + 2]) for at in range(0, len(bounds) - 1, 2))
+        group, storage = draw(st.sampled_from(((0, "a"), (0, "a"), (0, "a"), (0, "b"), (1, "a"))))
+        layers.append(placed(f"l.{index}", group, storage, draw(st.integers(3, 40)), BlockRuns(some, stride, blocks)))
+    return layers
+
+
+def meeting(layers: list[EditedLayer]) -> dict[str, set[str]]:
+    """Which other layers each layer's bytes meet that are live under the same block ids, found byte by byte."""
+
+    def touched(edited: EditedLayer) -> set[tuple[int, str, int]]:
+        planned, layer = edited.page.planned, edited.layer
+        steps = (block * planned.stride_bytes for block in range(planned.num_blocks))
+        return {(layer.group, layer.cache.tensors[0].storage, byte + step) for step in steps for byte in cells(*planned.runs)}
+
+    bytes_of = {edited.layer.name: touched(edited) for edited in layers}
+    return {
+        one: others
+        for one, held in bytes_of.items()
+        if (others := {other for other, theirs in bytes_of.items() if other != one and held & theirs})
+    }
+
+
+def told_of(layers: list[EditedLayer]) -> dict[str, Fact]:
+    """The layer that each refused layer is said to meet."""
+    refused = list(overlapping(layers))
+    assert {refusal.reason for _, refusal in refused} <= {Reason.BYTES_OF_ANOTHER_LAYER}
+    assert len({edited.layer.name for edited, _ in refused}) == len(refused)
+    return {edited.layer.name: refusal.facts["other_layer"] for edited, refusal in refused}
+
+
+@settings(max_examples=300)
+@given(neighbours(st.integers(1, 16), pieces=3))
+def test_every_layer_that_meets_another_is_refused(layers: list[EditedLayer]) -> None:
+    """Whatever their strides, blocks and runs: of two layers of a group whose bytes meet, both are told, each once."""
+    assert told_of(layers).keys() >= meeting(layers).keys()
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 16).flatmap(lambda stride: neighbours(st.just(stride), pieces=1)))
+def test_layers_of_one_stride_are_refused_only_where_they_meet(layers: list[EditedLayer]) -> None:
+    """Blocks of one run each, one stride apart, as an engine's are: exactly the layers that meet are told, and whom they meet."""
+    told, met = told_of(layers), meeting(layers)
+    assert told.keys() == met.keys()
+    assert all(other in met[name] for name, other in told.items())
+
+
+def test_a_single_block_without_a_stride_meets_what_lies_on_it() -> None:
+    """Layers of one block each need no stride to be beside each other, and none to be refused."""
+    one, beside, on = (placed(name, 0, "a", begin, BlockRuns((Run(0, 8),), 0, 1)) for name, begin in (("l.0", 0), ("l.1", 8), ("l.2", 7)))
+    assert told_of([one, beside]) == {}
+    assert told_of([one, on]) == {"l.0": "l.2", "l.2": "l.0"}
